@@ -17,6 +17,7 @@ from moe_runtime.bench import bench_tokens, goals, shapes
 from moe_runtime.bench.records import Records
 from moe_runtime.tools.layer_shapes import LAYERS
 from tests.support import dry_run
+from tests.support.captured import captured
 from tests.support.patience import PATIENCE
 from tests.support.shared import PYTEST
 
@@ -126,13 +127,7 @@ def run_pytest(folder: Path, *words, **variables: str) -> subprocess.CompletedPr
         *PYTEST,
         *map(str, words),
     ]
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
+    return captured(command, cwd=ROOT, env=env)
 
 
 # stand-ins for missing packages

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import moe_runtime
+from tests.support.captured import captured
 from tests.support.cuda_build import cubins, needs_nvcc
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,9 +52,7 @@ def run(*args, cwd: Path, path=(), check: bool = True, **env: str) -> subprocess
         "PYTHONDONTWRITEBYTECODE": "1",
         **env,
     }
-    done = subprocess.run(
-        [sys.executable, "-S", *map(str, args)], cwd=cwd, env=env, capture_output=True, text=True
-    )
+    done = captured([sys.executable, "-S", *map(str, args)], cwd=cwd, env=env)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -71,13 +70,7 @@ def python_files(root: Path) -> set[str]:
 
 def git(*words: str) -> str:
     """Run git in the checkout; return its output."""
-    done = subprocess.run(
-        ["git", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = captured(["git", *words], cwd=ROOT, check=True)
     return done.stdout
 
 
@@ -381,7 +374,7 @@ def test_editable_install_imports(tree, build_env, tmp_path):
     site = next((tmp_path / "venv").glob("lib/python*/site-packages"))
     (site / "zz_torch.pth").write_text("\n".join(SITE))
     command = [python, "-c", FIND, *modules(ROOT)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = captured(command, cwd=tmp_path)
     assert done.stdout.strip() == str(tree / "moe_runtime" / "__init__.py"), done.stderr
 
 

@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from moe_runtime.bench import clock, goals, machine, report, shapes
 from moe_runtime.bench.bench_layer import LayerVariants
 from moe_runtime.bench.records import ABOUT, Records, benchmarks
 from moe_runtime.tools import tune
+from tests.support.captured import captured
 from tests.support.shared import PYTEST
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -226,12 +226,7 @@ print(json.dumps(clock.measure_cpu(variants, 2, pedantic, {})[1]))
 @pytest.mark.skipif(not clock.CLEAR.exists(), reason="no /proc/self/clear_refs")
 def test_memory_on_the_cpu_is_what_the_call_takes():
     """The peak does not depend on memory that earlier calls left in the allocator or in pools."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+    done = captured([sys.executable, "-c", MEMORY], cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     measured = json.loads(done.stdout)
     expected = {
@@ -320,7 +315,7 @@ def run_bench(*arguments) -> str:
     ]
     # pytest-benchmark disables itself when the environment says that this is an xdist worker
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env).stdout
+    return captured(command, cwd=ROOT, env=env).stdout
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ nothing.
 
 import json
 import pwd
-import subprocess
 import sys
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from moe_runtime.io import console
 from moe_runtime.kernels import tiles  # interpreted or compiled, like the other kernels
 from moe_runtime.tools import tune
 from tests.hf.tiny import dense
+from tests.support.captured import captured
 
 
 class Result(NamedTuple):
@@ -55,7 +55,7 @@ def test_a_real_process(tmp_path):
         str(tmp_path),
         "out",
     ]
-    out = subprocess.run(command, capture_output=True, text=True)
+    out = captured(command)
     assert out.returncode == 1
     assert out.stdout == ""
     assert out.stderr.strip().splitlines()[-1].startswith("error: Folder ")

@@ -5,7 +5,6 @@ own process.
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from moe_runtime.cli.app import app
 from moe_runtime.hf.models import hub
 from moe_runtime.methods import cards  # noqa: F401 - registers the papers
 from tests.support import hub as stand_in
+from tests.support.captured import captured
 from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,14 +151,7 @@ def test_a_pushed_repository_can_be_loaded(script, tmp_path):
         | stand_in.environment(server, tmp_path / "home")
         | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     )
-    done = subprocess.run(
-        [sys.executable, "-c", START + script],
-        cwd=tmp_path,
-        env=env,
-        text=True,
-        capture_output=True,
-        timeout=PATIENCE,
-    )
+    done = captured([sys.executable, "-c", START + script], cwd=tmp_path, env=env, timeout=PATIENCE)
     server.shutdown()
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -3,23 +3,72 @@
 from pathlib import Path
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from moe_runtime.cli.app import app
 
 RUNS = "moe_runtime.methods.esft.runs."
+UPIT = "moe_runtime.methods.upit."
+FUSED = "moe_runtime.methods.ultrafuser.folders."
 TRAIN = "esft train m --config c --data d --out o "
 CASES = [
+    (TRAIN + "--held-out h --no-pack", RUNS + "train_folder", {"held_out": "h", "packed": False}),
+    (
+        TRAIN + "--shared-experts --non-expert-modules",
+        RUNS + "train_folder",
+        {"shared_experts": True, "non_expert_modules": True},
+    ),
+    (TRAIN + "--any-weights", RUNS + "train_folder", {"check_weights": False, "lora": None}),
     (TRAIN + "--lora --rank 3", RUNS + "train_folder", {"check_weights": True, "lora": (3, 16)}),
+    ("esft score m --data d --out o --no-pack", RUNS + "score_folder", {"packed": False}),
+    (
+        "esft merge b a o --any-weights",
+        "moe_runtime.methods.esft.folders.merge_folder",
+        {"check_weights": False},
+    ),
+    (
+        "lora export b a o --to merged --max-shard-size 5MB",
+        "moe_runtime.methods.lora.stacks.merge_folder",
+        {"max_shard_size": "5MB"},
+    ),
+    (
+        "ultrafuser generate f --prompt p --temperature 0.5 --system s",
+        FUSED + "answer",
+        {"do_sample": True, "temperature": 0.5, "system": "s"},
+    ),
+    ("ultrafuser generate f --prompt p", FUSED + "answer", {"do_sample": False, "system": None}),
+    ("ultrafuser fuse a b --out o", FUSED + "fuse_folders", {"copy": False, "joint": False}),
+    (
+        "upit grow a b --base x --out o --parents random --seed 3",
+        UPIT + "expand_experts",
+        {"parents": "random", "seed": 3},
+    ),
+    (
+        "upit assemble a b --out o --backbone base",
+        UPIT + "folders.assemble_folders",
+        {"backbone": "base"},
+    ),
+    (
+        "upit init-routers a b --data d --out o --tokens all",
+        UPIT + "folders.route_folders",
+        {"tokens": "all"},
+    ),
+    (
+        "xft merge m o --alpha 0.25,0.75",
+        "moe_runtime.methods.xft.folders.merge_folder",
+        {"alpha": [0.25, 0.75]},
+    ),
     (
         "xft import-official s t --ffn-folder f",
         "moe_runtime.methods.xft.official.import_official",
         {"ffn_folder": Path("f")},
     ),
+    (
+        "xft upcycle s t --top-k 3 --seed 7",
+        "moe_runtime.methods.xft.folders.upcycle_folder",
+        {"top_k": 3, "seed": 7},
+    ),
 ]
-for _case in yaml.safe_load(Path(__file__).with_name("passed_on.yaml").read_text()):
-    CASES.append((_case["line"], _case["function"], _case["options"]))
 
 
 class Passed(Exception):

@@ -5,7 +5,6 @@
 import json
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from moe_runtime.cli import verbs as cli_verbs
 from moe_runtime.cli.app import app as main_app
 from moe_runtime.cli.verbs import Ends, verb
 from tests.support import cli
+from tests.support.captured import captured
 from tests.support.fences import parse_verb
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,7 +131,7 @@ app()
 
 def test_json_is_alone_on_the_descriptor():
     """NCCL and child processes write to the file descriptor, bypassing Python's stdout."""
-    done = subprocess.run([sys.executable, "-c", LOUD, "--json"], capture_output=True, text=True)
+    done = captured([sys.executable, "-c", LOUD, "--json"])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"a": 1}, done.stderr
     assert done.stderr.splitlines() == ["from C", "from a program", "from Python"]
@@ -178,13 +178,7 @@ def imports_of(program: cli.Program, arguments: list[str], env: dict[str, str]) 
     """Run a program that must not import heavy packages, and return its output."""
     code = START.format(argv=[program.argv0, *arguments], commands=program.commands)
     command = [sys.executable, "-c", code]
-    done = subprocess.run(
-        command,
-        env=env,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = captured(command, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", f"imported or printed: {done.stderr}"
     return done.stdout

@@ -19,6 +19,7 @@ import pytest
 
 from moe_runtime.native.build import BuildError, cache_dir, find_toolkit
 from tests.emulator import library
+from tests.support.captured import captured
 from tests.support.patience import PATIENCE
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
@@ -144,11 +145,7 @@ def _digest(text: str) -> str:
 def _run(command: list, out: Path) -> None:
     """Run a compiler and create its output atomically."""
     part = out.with_suffix(".part")
-    done = subprocess.run(
-        [*map(str, command), "-o", str(part)],
-        capture_output=True,
-        text=True,
-    )
+    done = captured([*map(str, command), "-o", str(part)])
     assert done.returncode == 0, done.stderr
     os.replace(part, out)
 
@@ -176,9 +173,7 @@ def check(library: Path, *names: str, seeds: tuple[int, ...] = (0,)) -> subproce
         *names,
     ]
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=PATIENCE
-    )
+    return captured(command, env=environment, timeout=PATIENCE)
 
 
 def stored() -> str:

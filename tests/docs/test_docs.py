@@ -4,7 +4,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from tests.hf.dropin.test_layers import TOKENIZER, stock
+from tests.support.captured import captured
 from tests.support.fences import fences
 from tests.support.patience import PATIENCE
 
@@ -44,9 +44,7 @@ def script(text: str, folder: Path, *launcher: str) -> str:
         "HF_HUB_OFFLINE": "1",
     }
     command = [sys.executable, *launcher, str(path)]
-    done = subprocess.run(
-        command, cwd=folder, env=env, capture_output=True, text=True, timeout=PATIENCE
-    )
+    done = captured(command, cwd=folder, env=env, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 

@@ -1,10 +1,10 @@
 """Each script of examples/ runs, and fits one screen."""
 
-import subprocess
 import sys
 
 import pytest
 
+from tests.support.captured import captured
 from tests.support.fences import ROOT
 
 SCRIPTS = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem != "small"]
@@ -13,5 +13,5 @@ SCRIPTS = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.ste
 @pytest.mark.parametrize("path", SCRIPTS)
 def test_it_runs(path, tmp_path):
     assert len(path.read_text().splitlines()) <= 60
-    run = subprocess.run([sys.executable, path], cwd=tmp_path, capture_output=True, text=True)
+    run = captured([sys.executable, path], cwd=tmp_path)
     assert run.returncode == 0, run.stderr

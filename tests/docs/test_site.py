@@ -5,7 +5,6 @@ verb and public name.
 import html
 import os
 import re
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -19,6 +18,8 @@ from tests.support.patience import PATIENCE
 pytest.importorskip("material", reason="needs the extra docs")
 sys.path.insert(0, str(ROOT / "docs"))
 import hooks
+
+from tests.support.captured import captured
 
 sys.path.remove(str(ROOT / "docs"))
 
@@ -37,9 +38,7 @@ def site(tmp_path_factory):
         str(out),
     ]
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE
-    )
+    done = captured(command, cwd=ROOT, env=env, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "WARNING" not in done.stderr
     return out

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import traceback
 
@@ -17,6 +16,7 @@ from moe_runtime.methods.xft.folders import upcycle_folder
 from moe_runtime.native.library import cuda
 from tests.hf.dropin.test_layers import TOKENIZER, stock
 from tests.hf.tiny import dense
+from tests.support.captured import captured
 from tests.support.fences import ROOT, Fence, fences, run_cli
 from tests.support.patience import PATIENCE
 
@@ -93,13 +93,7 @@ def make(words: list[str], folder) -> str:
         str(ROOT),
     ]
     env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    done = subprocess.run(
-        command,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    done = captured(command, env=env, timeout=PATIENCE)
     assert done.returncode != 0
     assert not (folder / "venv").exists()
     return done.stderr.splitlines()[0]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.csrc.emulator import needs_cxx
+from tests.support.captured import captured
 from tests.support.stress import STRESS
 
 pytest.importorskip("triton")
@@ -88,6 +89,6 @@ def test_every_op_conforms(arch):
     env.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     selection = ["-k", "triton and not hypothesis", "tests/conformance", *IN_PLACE]
-    done = subprocess.run([*command, *selection], cwd=ROOT, env=env, capture_output=True, text=True)
+    done = captured([*command, *selection], cwd=ROOT, env=env)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "passed" in done.stdout

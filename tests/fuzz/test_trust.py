@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from moe_runtime.methods.xft.official import load_tensors
 from papers.engine.tiny import train_tokenizer
 from tests.fuzz.attempts import attempt
 from tests.hf import tiny
+from tests.support.captured import captured
 from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.stress
@@ -250,10 +250,8 @@ def run_verbs(commands: list[list[str]], folder: Path) -> list[dict]:
         "HF_HOME": str(folder / "hf"),
         "CUDA_VISIBLE_DEVICES": "",
     }
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-c", RUN, report, json.dumps(commands)],
-        capture_output=True,
-        text=True,
         env=env,
         cwd=folder,
         stdin=terminal,

@@ -16,6 +16,7 @@ import yaml
 from moe_runtime.io import signals
 from tests.hf.tiny import dense
 from tests.papers.xft.test_study import make_recipe
+from tests.support.captured import captured
 from tests.support.cli import program_of
 from tests.support.dist_launch import forked, launch
 from tests.support.patience import PATIENCE
@@ -163,13 +164,7 @@ def test_a_signal_before_a_verb_runs_ends_alike(place, rest, number, word):
         place,
         str(int(number)),
     ]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    done = captured(command, cwd=ROOT, timeout=PATIENCE)
     assert done.returncode == 128 + number
 
     assert done.stdout == ""
@@ -227,13 +222,7 @@ def test_train_writes_a_checkpoint_and_goes_on(recipe, tmp_path):
     # a fresh Python process, because output of other packages is configured before they are
     # imported
     command = [sys.executable, "-c", TRAIN, *arguments]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    done = captured(command, cwd=ROOT, timeout=PATIENCE)
 
     assert done.returncode == 143, done.stderr
     assert last_line(done) == (

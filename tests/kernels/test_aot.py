@@ -6,7 +6,6 @@ import fcntl
 import importlib.metadata
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -16,6 +15,7 @@ from moe_runtime.kernels import tiles
 from tests.support import aot, aot_table
 from tests.support.aot import AMD, ROOT, Case, Report
 from tests.support.aot_cases import grouped_gemm
+from tests.support.captured import captured
 
 pytestmark = pytest.mark.aot
 CASES = aot.all_cases()
@@ -396,13 +396,7 @@ def test_gates_see_what_is_planted_in_real_programs(tmp_path):
     (tmp_path / "mutant.py").write_text(PLANTED_KERNEL)
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", PLANT, str(tmp_path)]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
+    done = captured(command, cwd=ROOT, env=env)
     found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
     if not importlib.metadata.version("triton").startswith("3.6."):
         fences = (0, 1)

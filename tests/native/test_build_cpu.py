@@ -5,7 +5,6 @@ libc.
 import os
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from moe_runtime.native import build
 from moe_runtime.native.library import cpp, read_header
 from tests.support import cpu_build
+from tests.support.captured import captured
 
 
 @pytest.fixture
@@ -38,10 +38,8 @@ def small(tmp_path, library):
 
 
 def run(*arguments, **variables):
-    return subprocess.run(
+    return captured(
         [sys.executable, "-m", "moe_runtime.native.build", "cpu", *map(str, arguments)],
-        capture_output=True,
-        text=True,
         env=os.environ | variables,
     )
 
@@ -145,12 +143,10 @@ def test_sets_that_the_compiler_does_not_know_are_left_out(
     reason="binutils are not installed",
 )
 def test_it_exports_its_interface_and_needs_libc_alone(library):
-    symbols = subprocess.run(
-        ["nm", "-D", "--defined-only", library.path], capture_output=True, text=True
-    ).stdout
+    symbols = captured(["nm", "-D", "--defined-only", library.path]).stdout
     exported = {line.split()[-1] for line in symbols.splitlines()}
     assert exported == set(read_header((build.csrc_dir("cpu") / "moert_cpu.h").read_text()))
-    needed = subprocess.run(["readelf", "-d", library.path], capture_output=True, text=True).stdout
+    needed = captured(["readelf", "-d", library.path]).stdout
     assert set(re.findall(r"NEEDED.*\[(.*)\]", needed)) <= {
         "libc.so.6",
         "libm.so.6",

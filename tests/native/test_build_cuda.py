@@ -5,7 +5,6 @@ a GPU.
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from moe_runtime.native import build
 from moe_runtime.native import library as native
 from moe_runtime.native.build import BuildError
 from moe_runtime.native.library import cuda
+from tests.support.captured import captured
 from tests.support.cuda_build import (
     CSRC,
     ROOT,
@@ -246,7 +246,7 @@ def test_machine_code_for_every_architecture(library):
 
 
 def readelf(*words) -> str:
-    done = subprocess.run(["readelf", *words], capture_output=True, text=True, check=True)
+    done = captured(["readelf", *words], check=True)
     return done.stdout
 
 
@@ -294,7 +294,7 @@ except ValueError as error:
 def test_it_loads_without_a_driver(library):
     command = [sys.executable, "-c", LOAD, library]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    done = captured(command, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stderr
     described, refused, default = json.loads(done.stdout)
     assert described.startswith(f"{library}: nvcc ")

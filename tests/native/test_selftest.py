@@ -16,6 +16,7 @@ from moe_runtime.native import build, selftest
 from moe_runtime.native.library import CppLibrary, cpp
 from moe_runtime.tools import doctor
 from tests.support import cpu_build
+from tests.support.captured import captured
 
 DRIVER = Path(__file__).with_name("self_test_driver.c")
 AARCH64 = "/usr/aarch64-linux-gnu"  # libc of Debian's cross compiler
@@ -33,17 +34,13 @@ def code_at_load(path: Path) -> list[str]:
     """Return the sections of an object whose code runs when a library that contains it is
     loaded.
     """
-    sections = subprocess.run(
-        ["readelf", "-SW", path], capture_output=True, text=True, check=True
-    ).stdout
+    sections = captured(["readelf", "-SW", path], check=True).stdout
     return re.findall(r"\.(?:pre)?init_array\S*|\.ctors\S*|\.init\b|\.text\.startup", sections)
 
 
 def shared_symbols(path: Path) -> list[str]:
     """Return the symbols of an object that the linker may merge with those of another one."""
-    symbols = subprocess.run(
-        ["nm", "--defined-only", "--extern-only", path], capture_output=True, text=True, check=True
-    ).stdout
+    symbols = captured(["nm", "--defined-only", "--extern-only", path], check=True).stdout
     return [line.split()[-1] for line in symbols.splitlines()]
 
 
@@ -108,9 +105,7 @@ def test_other_x86_processors(processor, variants, library, tmp_path):
     qemu = ["qemu-x86_64", "-cpu", processor]
     assert selftest.run(library.path, command=tuple(qemu)) is None
     subprocess.run(["gcc", "-o", tmp_path / "driver", DRIVER, "-ldl"], check=True)
-    driven = subprocess.run(
-        [*qemu, tmp_path / "driver", library.path], capture_output=True, text=True
-    )
+    driven = captured([*qemu, tmp_path / "driver", library.path])
     assert driven.returncode == 0, driven.stderr
     assert driven.stdout.splitlines() == [f"testing {name}" for name in variants], driven.stderr
 
@@ -125,9 +120,7 @@ def test_aarch64_runs_the_generic_variant(tmp_path, monkeypatch):
     made = tmp_path / "library.so"
     subprocess.run(["aarch64-linux-gnu-g++", "-shared", "-o", made, *objects.values()], check=True)
     subprocess.run(["aarch64-linux-gnu-gcc", "-o", tmp_path / "driver", DRIVER, "-ldl"], check=True)
-    driven = subprocess.run(
-        ["qemu-aarch64", "-L", AARCH64, tmp_path / "driver", made], capture_output=True, text=True
-    )
+    driven = captured(["qemu-aarch64", "-L", AARCH64, tmp_path / "driver", made])
     assert driven.returncode == 0, driven.stdout + driven.stderr
     assert driven.stdout == "testing generic\n", driven.stdout + driven.stderr
 

@@ -15,6 +15,7 @@ from moe_runtime.ops import moe_mlp_cpp, workspace
 from moe_runtime.ops.activation import ACT, Activation
 from moe_runtime.ops.expert_rows import ExpertStacks
 from tests.support import layouts
+from tests.support.captured import captured
 from tests.support.layer import moe_layer
 from tests.support.oracle import assert_same, make_case, moe_eager
 
@@ -360,9 +361,7 @@ def test_with_two_openmps_it_uses_torchs(where, tmp_path):
     if where == "last":
         line = next(line for line in SECOND.splitlines() if line.startswith("other"))
         program = SECOND.replace(line + "\n", "").replace("\nfound", f"\n{line}\nfound")
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(other)], capture_output=True, text=True
-    )
+    done = captured([sys.executable, "-c", program, str(other)])
     assert done.stdout.split() == ["2", "True"], done.stdout + done.stderr
 
 

@@ -1,10 +1,11 @@
 """Only one file uses private torch names, and the library works without each of them."""
 
 import ast
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from tests.support.captured import captured
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "moe_runtime"
@@ -137,5 +138,5 @@ for without in names:
 
 def test_it_works_without_each_private_name():
     command = [sys.executable, "-c", FORKS, RUN, *WITHOUT.values()]
-    child = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    child = captured(command, cwd=ROOT)
     assert child.returncode == 0, child.stderr[-3000:]

@@ -4,7 +4,6 @@ running.
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_runtime.bench import described, report
 from papers import demo
+from tests.support.captured import captured
 from tests.support.dist_launch import forked
 from tests.support.shared import PYTEST
 
@@ -28,7 +28,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo") / "first"
     # a fresh Python process has other hashes than the server, and so another order in all sets
     command = [sys.executable, "-m", *WORDS, folder]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = captured(command)
     assert done.returncode == 0, done.stderr
     return folder, done.stdout
 
@@ -107,13 +107,7 @@ def test_every_benchmark_runs(tmp_path):
     command += ["--benchmark-json", str(tmp_path / "b.json")]
     # pytest-benchmark disables itself when the environment says that this is an xdist worker
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    out = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=env,
-    )
+    out = captured(command, cwd=ROOT, env=env)
     assert out.returncode == 0, out.stdout[-3000:]
     benchmarks = json.loads((tmp_path / "b.json").read_text())["benchmarks"]
     table = report.text([tmp_path / "b.json"])

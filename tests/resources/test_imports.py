@@ -4,11 +4,12 @@ an audit hook.
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.captured import captured
 
 ROOT = Path(__file__).resolve().parents[2]
 # an import reads files and compiles; it writes no files, starts no programs or threads, and does
@@ -77,10 +78,8 @@ def child(code: str, **env) -> dict:
     for name, value in os.environ.items():
         if not name.startswith(("MOE_", "TRITON_", "PYTEST")):
             plain[name] = value
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-c", WATCH + code],
-        capture_output=True,
-        text=True,
         cwd=ROOT,
         env=plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | env,
     )

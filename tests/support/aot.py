@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from tests.emulator import library as emulator
+from tests.support.captured import captured
 from tests.support.stress import share
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -341,9 +341,7 @@ def _compile_part(work: list) -> list[Report]:
     while left := work[len(found) :]:
         pairs = json.dumps([[case._asdict(), target] for case, target in left])
         command = [sys.executable, "-m", "tests.support.aot"]
-        done = subprocess.run(
-            command, input=pairs, env=env, capture_output=True, text=True, cwd=ROOT
-        )
+        done = captured(command, input=pairs, env=env, cwd=ROOT)
         if not done.stdout.startswith("ready"):
             raise RuntimeError(done.stderr[-2000:])
         for line in done.stdout.splitlines():
@@ -630,12 +628,7 @@ def _cuobjdump(what: str, file: Path) -> str:
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    return subprocess.run(
-        [tool, what, file],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    return captured([tool, what, file], check=True).stdout
 
 
 def _read_ptx(ptx: str, registers: int, stack: int, shared: int) -> Report:

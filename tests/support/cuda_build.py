@@ -5,12 +5,12 @@ nvcc.
 import functools
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from moe_runtime.native import build
+from tests.support.captured import captured
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
@@ -39,9 +39,7 @@ def cuobjdump(library: Path, *options: str) -> str:
     tools = [parent / "bin" / "cuobjdump" for parent in beside.parents]
     tools += Path(__import__("triton").__file__).parent.glob("backends/nvidia/bin/cuobjdump")
     tool = next(tool for tool in tools if tool.is_file())
-    return subprocess.run(
-        [tool, *options, library], capture_output=True, text=True, check=True
-    ).stdout
+    return captured([tool, *options, library], check=True).stdout
 
 
 def cubins(library: Path) -> tuple[list[str], list[str]]:

@@ -4,10 +4,11 @@ Counted in nodes of the syntax tree, which folding lines together does not chang
 """
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
+
+from tests.support.captured import captured
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
@@ -74,9 +75,7 @@ def total(folder: Path) -> Density:
 def main() -> None:
     """Print a line for each folder down to the depth given on the command line."""
     depth = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    listed = subprocess.run(
-        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    listed = captured(["git", "ls-files", "*.py"], cwd=ROOT, check=True)
     folders: dict[str, Density] = {}
     for name in listed.stdout.split():
         path = ROOT / name

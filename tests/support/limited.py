@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.captured import captured
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # glibc raises its mmap threshold as large blocks are freed, up to 32 MiB; smaller blocks then leave
@@ -57,10 +59,4 @@ def run(code: str, *arguments) -> subprocess.CompletedProcess:
         *(str(argument) for argument in arguments),
     ]
     env = os.environ | ALLOCATOR | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env=env,
-        cwd=ROOT,
-    )
+    return captured(command, env=env, cwd=ROOT)

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from tests.support.captured import captured
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".venv-matrix"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
@@ -67,7 +69,7 @@ def run_cell(versions: str, version: str) -> bool:
         subprocess.run([*pip, *words], check=True)
     command = [python, "-m", "pytest", "-q", "-m", "not slow", *SELECTION]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    tests = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    tests = captured(command, cwd=ROOT, env=env)
     site = [str(path) for path in folder.glob("lib/python*/site-packages")]
     found = {}
     for one in importlib.metadata.distributions(path=site):

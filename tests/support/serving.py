@@ -9,7 +9,6 @@ own environment.
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -21,6 +20,7 @@ from moe_runtime.hf.models.stock import STOCK, exact_settings, export_stock
 from moe_runtime.methods import xft
 from moe_runtime.methods.xft import folders
 from tests.hf import tiny
+from tests.support.captured import captured
 from tests.support.upit import make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,9 +117,7 @@ def served(python: str, folder: Path, options: dict) -> tuple[list[int], list[fl
         "MOE_RUNTIME_BACKEND": "torch",
     }
     given = json.dumps([str(folder), options, PROMPT, NEW])
-    done = subprocess.run(
-        [python, "-c", SERVE, given], env=env, capture_output=True, text=True, cwd=folder
-    )
+    done = captured([python, "-c", SERVE, given], env=env, cwd=folder)
     lines = []
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):

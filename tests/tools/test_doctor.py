@@ -4,7 +4,6 @@ with 1.
 
 import importlib.metadata
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from typer.testing import CliRunner
 from moe_runtime.cli.app import app as main_app
 from moe_runtime.native.library import cpp, cuda
 from moe_runtime.tools import doctor
+from tests.support.captured import captured
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -233,13 +233,7 @@ def test_without_torch(tmp_path):
         "moe_runtime",
         "doctor",
     ]
-    done = subprocess.run(
-        command,
-        env=env,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = captured(command, env=env, cwd=ROOT)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     line = done.stdout.split("problems\n")[1].splitlines()[0]

@@ -4,7 +4,6 @@ configs that it tries.
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from moe_runtime.kernels.candidates import candidates
 from moe_runtime.kernels.tiles import Problem, Tile
 from moe_runtime.ops.moe_mlp import moe_mlp
 from moe_runtime.tools import tune as tuning
+from tests.support.captured import captured
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -335,9 +335,7 @@ def test_kernels_compile_ahead_and_none_is_launched(tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
-    out = subprocess.run(
-        [sys.executable, "-c", AHEAD], env=env, capture_output=True, text=True, cwd=ROOT
-    )
+    out = captured([sys.executable, "-c", AHEAD], env=env, cwd=ROOT)
     assert out.returncode == 0, out.stderr[-2000:]
     assert out.stdout.strip().count("CompiledKernel") == 2
 

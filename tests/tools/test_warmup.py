@@ -13,6 +13,7 @@ import torch
 
 import moe_runtime
 from moe_runtime import backends
+from tests.support.captured import captured
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,9 +26,7 @@ def run(command: list[str], cache: Path, *path: str) -> subprocess.CompletedProc
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = os.pathsep.join([*path, str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     env |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": paths}
-    done = subprocess.run(
-        [sys.executable, *command], env=env, capture_output=True, text=True, cwd=ROOT
-    )
+    done = captured([sys.executable, *command], env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 

@@ -3,7 +3,6 @@ runtimes none of our ops.
 """
 
 import os
-import subprocess
 import sys
 
 import pytest
@@ -20,6 +19,7 @@ from moe_runtime.modules.moe import MoE
 from moe_runtime.modules.trainable import split_rows
 from moe_runtime.native.library import cpp
 from tests.support import cpu_build, stock_moe
+from tests.support.captured import captured
 
 SIZES = {
     "hidden_size": 16,
@@ -157,7 +157,7 @@ def test_a_program_moves_between_machines_with_and_without_the_cpu_library(tmp_p
         if name.startswith(("TRITON", "MOE_", "PYTEST")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    done = subprocess.run(
+    done = captured(
         [
             sys.executable,
             "-W",
@@ -166,9 +166,7 @@ def test_a_program_moves_between_machines_with_and_without_the_cpu_library(tmp_p
             CHILD,
             str(tmp_path),
             str(library.path),
-        ],
-        capture_output=True,
-        text=True,
+        ]
     )
 
     assert done.returncode == 0, done.stderr[-2000:]

@@ -4,7 +4,6 @@ generates, compiles and trains.
 
 import json
 import re
-import subprocess
 import sys
 
 import pytest
@@ -15,6 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from moe_runtime.hf.models import modeling, swap
 from moe_runtime.hf.models.families import FAMILIES
 from tests.hf import tiny
+from tests.support.captured import captured
 from tests.support.patience import PATIENCE
 
 
@@ -223,12 +223,7 @@ def test_in_a_fresh_process(imports, flags, printed, tmp_path):
         str(tmp_path),
         json.dumps(flags),
     ]
-    ran = subprocess.run(
-        code,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    ran = captured(code, timeout=PATIENCE)
 
     assert re.match(printed, ran.stdout), ran.stdout + ran.stderr
     if "refused" in printed:

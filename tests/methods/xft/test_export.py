@@ -4,7 +4,6 @@ imported.
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from moe_runtime.methods import xft
 from moe_runtime.methods.xft import folders as xft_folders
 from papers.engine.tiny import train_tokenizer
 from tests.hf import tiny
+from tests.support.captured import captured
 from tests.support.checkpoints import tensors
 from tests.support.patience import PATIENCE
 
@@ -188,13 +188,7 @@ def test_stock_transformers_loads_it_where_moe_runtime_cannot_be_imported(export
         str(tmp_path / "ids.pt"),
         str(tmp_path / "out.pt"),
     ]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=PATIENCE,
-    )
+    done = captured(command, cwd=tmp_path, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-4000:]
     got = torch.load(tmp_path / "out.pt")
     for made in exported.values():

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from papers.evaluation.run_code import confinement, run_programs
+from tests.support.captured import captured
 from tests.support.patience import PATIENCE
 
 HARMLESS = {
@@ -130,12 +131,7 @@ def children(parent: int, known: set[str]) -> set[str]:
     """Return the running processes that are, or were, children of `parent`; `known` remembers
     them.
     """
-    table = subprocess.run(
-        ["ps", "-eo", "pid,ppid"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    table = captured(["ps", "-eo", "pid,ppid"], check=True)
     living = set()
     for line in table.stdout.splitlines():
         process, of = line.split()

@@ -183,12 +183,14 @@ def front(benches: list[Bench]):
     for bench in measured:
         rows = bench.rows
         ours = rows[ordered(rows)[0]]
+        sizes = "E = {E}, I = {I}".format(**bench.info["shape"])
         if bench.function == "bench_adapters" and PEFT in rows:
             share = ours["peak MiB"] / rows[PEFT]["peak MiB"]
-            adapters[f"{bench.id}, {share:.0%} of the memory"] = rows[PEFT]["ms"] / ours["ms"]
+            adapters[f"{sizes}: {share:.0%} of the memory"] = rows[PEFT]["ms"] / ours["ms"]
         stock = [rows[name]["ms"] for name in STOCK if name in rows]
         if stock:
-            layers[f"{bench.id} {PASSES[bench.function]}"] = min(stock) / ours["ms"]
+            where = f"{sizes}, {bench.dtype}, {PASSES[bench.function]}"
+            layers[where] = min(stock) / ours["ms"]
     if not adapters or not layers:
         return None
     title = (
@@ -198,7 +200,7 @@ def front(benches: list[Bench]):
     panels = {"LoRA on experts": adapters, "layers": layers}
     for axes, (name, speeds) in zip(figure.subplots(1, 2), panels.items(), strict=True):
         plain(axes, name)
-        frame.bars(axes, speeds, "{:.1f}".format, "times as fast")
+        frame.bars(axes, speeds, "{:.1f}".format, "times as fast; E experts of size I")
         for bar in axes.patches:
             bar.set_color(style("moe_runtime")[0])
     return figure

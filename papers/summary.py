@@ -26,10 +26,15 @@ from papers.engine.compare import signed
 BETTER = "better with every seed"
 # table -> method, task, and patterns of the names of the method and of its controls
 KINDS = {
-    "overfit": ("XFT", "few examples, 5 epochs", "XFT, .*", "(SFT|SFT last|EMA|SWA), .*"),
+    "overfit": ("XFT", "few examples, several epochs", "XFT, .*", "(SFT|SFT last|EMA|SWA), .*"),
     "frontier": ("ESFT", "general text at equal task loss", "ESFT-Token", "(?!ESFT-Gate).*"),
     "budget": ("UpIT", "at most equal steps", "UpIT", "(?!UpIT|base).*"),
-    "ablate": ("UltraFuser", "two tasks", "two-stage, balanced", ".*, tuned further"),
+    "ablate": (
+        "UltraFuser",
+        "one model for several tasks",
+        "two-stage, balanced",
+        ".*, tuned further",
+    ),
 }
 
 
@@ -62,32 +67,37 @@ COLUMNS = ("method", "task", "ours", "best control", "difference with each seed"
 
 
 def row_of(path: Path) -> Row:
-    """Return the row of a table; raises ValueError for other tables."""
+    """Return the row of a table.
+
+    Raises ValueError for other tables, and for several settings of the method without validation
+    rows to choose one.
+    """
     report = read_json(path)
     check_choice(f"the table in {path.name}", report.get("command"), tuple(KINDS))
     method, task, ours, controls = KINDS[report["command"]]
     if "ladders" in report:
         # ESFT's frontier: the deepest level that a control reaches too
-        depth = max(depth for depth, them in report["comparisons"].items() if them)
+        reached = [depth for depth, them in report["comparisons"].items() if them]
+        depth = max(reached, key=float)
         found = _named(report["comparisons"][depth], controls)
         best = min(found, key=operator.itemgetter("difference"))
         task += f", {depth} below the base's"
         return Row(method, task, ours, best["name"], [*map(operator.neg, best["by_seed"])])
-    pair = (
-        min(_named(report["methods"], ours), key=_validation),
-        min(_named(report["methods"], controls), key=_loss),
-    )
-    losses = map(_losses, pair)
-    shown = map("{}: {:.4f}".format, map(operator.itemgetter("name"), pair), map(_loss, pair))
-    return Row(method, task, *shown, [*map(operator.sub, *losses)])
+    settings = _named(report["methods"], ours)
+    chosen = settings[0]
+    if len(settings) > 1:
+        chosen = min(settings, key=_validation)
+    best = min(_named(report["methods"], controls), key=_loss)
+    differences = [*map(operator.sub, _losses(chosen), _losses(best))]
+    return Row(method, task, _shown(chosen), _shown(best), differences)
 
 
 def _named(methods: Sequence[dict], pattern: str) -> list[dict]:
     return [one for one in methods if re.fullmatch(pattern, one["name"])]
 
 
-def _losses(method: dict, name: str = "loss") -> list[float]:
-    return [seed.get(name) or 0.0 for seed in method["seeds"]]
+def _losses(method: dict, name: str = "loss") -> list:
+    return [seed.get(name) for seed in method["seeds"]]
 
 
 def _loss(method: dict) -> float:
@@ -95,7 +105,14 @@ def _loss(method: dict) -> float:
 
 
 def _validation(method: dict) -> float:
-    return statistics.fmean(_losses(method, "validation"))
+    losses = _losses(method, "validation")
+    if None in losses:
+        raise ValueError(f"No validation rows choose among the settings of {method['name']!r}")
+    return statistics.fmean(losses)
+
+
+def _shown(method: dict) -> str:
+    return f"{method['name']}: {_loss(method):.4f}"
 
 
 def picture(rows: Sequence[Row]):

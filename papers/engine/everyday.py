@@ -23,11 +23,11 @@ from pathlib import Path
 from moe_runtime.config import check_choice, check_positive
 from moe_runtime.io.files import atomic_folder
 from papers.engine.corpora import SplitRows, domain_rows, standard_library_pairs
-from papers.engine.sums import FILE
+from papers.engine.sums import TEXTS
 
-INTENTS = FILE["intents"]
-SENTENCES = FILE["sentences"]
-WORDS = {name: FILE[name] for name in ("name", "thing", "city", "day")}
+INTENTS = TEXTS["intents"]
+SENTENCES = TEXTS["sentences"]
+WORDS = {name: TEXTS[name] for name in ("name", "thing", "city", "day")}
 PARTS = ("train", "held_out")
 LONGEST = 160  # characters of a function's prompt
 FUNCTIONS = 80  # that are held out, of this length
@@ -90,12 +90,10 @@ def task_rows(name: str, *, train: int, held_out: int, seed: int = 0) -> SplitRo
     """
     check_choice("task", name, TASKS)
     parts = []
-    for is_held_out, count in enumerate((train, held_out)):
+    for is_held_out, count in ((False, train), (True, held_out)):
         check_positive(PARTS[is_held_out], count)
         examples: dict[str, str] = {}
-        tries = _MAKERS[name](
-            random.Random(f"{name} {seed} {bool(is_held_out)}"), bool(is_held_out)
-        )
+        tries = _MAKERS[name](random.Random(f"{name} {seed} {is_held_out}"), is_held_out)
         for _, (prompt, completion) in zip(range(100 * count), tries, strict=False):
             examples.setdefault(prompt, completion)
             if len(examples) == count:

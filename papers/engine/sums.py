@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import yaml
 
-FILE = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
+TEXTS = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
 
 
 class ProblemKind(NamedTuple):
@@ -44,9 +44,9 @@ def sums_of(seed: int | str, is_held_out: bool, name: str) -> Iterator[tuple[str
 
 def _sum(generator: random.Random, kind: ProblemKind) -> tuple[str, str]:
     """Make one problem: a first number, one or more changes of it, and a question."""
-    name, other = generator.sample(FILE["name"], 2)
-    thing = generator.choice(FILE["thing"])
-    case = generator.choice(FILE["case"])
+    name, other = generator.sample(TEXTS["name"], 2)
+    thing = generator.choice(TEXTS["thing"])
+    case = generator.choice(TEXTS["case"])
     count = generator.randint(2, kind.largest)
     steps = []
     story = []

@@ -67,4 +67,4 @@ def test_the_front_picture_has_times_and_memory(published):
     speeds = bars_of(panel_of(pictures.front(published), "LoRA"))
     share = rows["moe_runtime"]["peak MiB"] / rows[PEFT]["peak MiB"]
     speed = rows[PEFT]["ms"] / rows["moe_runtime"]["ms"]
-    assert speeds[f"coarse, {share:.0%} of the memory"] == speed
+    assert speeds[f"E = 8, I = 2816: {share:.0%} of the memory"] == speed

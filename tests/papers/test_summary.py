@@ -85,6 +85,13 @@ def test_the_table_and_the_picture(reports, tmp_path):
     assert title.startswith("1 of 3 methods are better")
 
 
+def test_without_validation_rows_nothing_chooses(tmp_path):
+    methods = [method(name, [0.5]) for name in ("XFT, 1", "XFT, 2", "SFT, 1")]
+    (tmp_path / "a.json").write_text(json.dumps({"command": "overfit", "methods": methods}))
+    with pytest.raises(ValueError, match="No validation rows choose .* 'XFT, 1'"):
+        row_of(tmp_path / "a.json")
+
+
 def test_another_report_is_an_error(tmp_path):
     (tmp_path / "table1.json").write_text('{"command": "table1"}')
     with pytest.raises(ValueError, match="the table in table1.json must be .*'table1'"):

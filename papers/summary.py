@@ -77,7 +77,7 @@ def row_of(path: Path) -> Row:
     method, task, ours, controls = KINDS[report["command"]]
     if "ladders" in report:
         # ESFT's frontier: the deepest level that a control reaches too
-        reached = [depth for depth, them in report["comparisons"].items() if them]
+        reached = filter(report["comparisons"].get, report["comparisons"])
         depth = max(reached, key=float)
         found = _named(report["comparisons"][depth], controls)
         best = min(found, key=operator.itemgetter("difference"))
@@ -93,7 +93,11 @@ def row_of(path: Path) -> Row:
 
 
 def _named(methods: Sequence[dict], pattern: str) -> list[dict]:
-    return [one for one in methods if re.fullmatch(pattern, one["name"])]
+    named = []
+    for method in methods:
+        if re.fullmatch(pattern, method["name"]):
+            named.append(method)
+    return named
 
 
 def _losses(method: dict, name: str = "loss") -> list:

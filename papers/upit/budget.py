@@ -16,6 +16,7 @@ experts and are skipped otherwise.
 
 import copy
 import math
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -158,6 +159,29 @@ def _after(first: Judged, second: Judged) -> Judged:
 
 
 def _summary(report: Report) -> list[str]:
-    """Compare UpIT with every other method."""
-    names = [entry.name for entry in report.entries if entry.name not in (UPIT, "base")]
-    return against(report.entries, UPIT, names)
+    """Compare UpIT with every other method, and list held-out losses by step: they rise where the
+    second schedule starts.
+    """
+    names = []
+    histories = {}
+    for entry in report.entries:
+        if entry.name not in (UPIT, "base"):
+            names.append(entry.name)
+        if entry.results[0].history:
+            of_seeds = [dict(result.history) for result in entry.results]
+            means = {}
+            for step in of_seeds[0]:
+                means[step] = statistics.fmean(losses[step] for losses in of_seeds)
+            histories[entry.name] = means
+    steps = sorted({step for history in histories.values() for step in history})
+    width = max(map(len, histories))
+    lines = [f"{'held-out loss at step':{width}s}" + "".join(f"{step:8d}" for step in steps)]
+    for name, history in histories.items():
+        line = f"{name:{width}s}"
+        for step in steps:
+            cell = ""
+            if step in history:
+                cell = f"{history[step]:.4f}"
+            line += f"{cell:>8s}"
+        lines.append(line.rstrip())
+    return [*against(report.entries, UPIT, names), *lines]

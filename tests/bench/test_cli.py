@@ -18,6 +18,7 @@ from moe_runtime.bench import compare, machine, running
 from moe_runtime.bench.records import ABOUT, Records, benchmarks
 from moe_runtime.cli import tools as cli_tools
 from moe_runtime.cli.app import app as main_app
+from moe_runtime.io.files import read_json
 from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -220,7 +221,7 @@ def test_a_crash_loses_only_its_own_benchmark(folder, tmp_path):
     assert outcome.failed["bench_dies"] == "the process died of SIGKILL"
     assert "no such thing" in outcome.failed["bench_fails"]
     assert "not here" in outcome.skipped["bench_skips"]
-    whole = json.loads(target.read_text())
+    whole = read_json(target)
     assert {bench["name"] for bench in whole["benchmarks"]} == QUICK_NAMES
     assert whole["about"]["commit"] == machine.commit()
     assert whole["failed"] == outcome.failed

@@ -13,6 +13,7 @@ import torch
 from moe_runtime import cli
 from moe_runtime.backends import OPS
 from moe_runtime.io import console
+from moe_runtime.io.files import read_json
 from moe_runtime.kernels import tiles  # interpreted or compiled, like the other kernels
 from moe_runtime.tools import tune
 from tests.hf.tiny import dense
@@ -115,7 +116,7 @@ def test_each_folder_feeds_the_next_command(run, base, tmp_path, monkeypatch):
         tmp_path / "merged",
     )
     assert "layer 1: alpha 0.6000" in out.stdout
-    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    config = read_json(tmp_path / "merged" / "config.json")
     assert config["model_type"] == "llama"
     assert config["rope_theta"] == 1e5
     assert "moe_runtime" not in config

@@ -17,6 +17,8 @@ from tests.support.esft_adapter import random_adapter
 pytest.importorskip("lm_eval")
 from lm_eval.tasks import TaskManager
 
+from moe_runtime.io.files import read_json
+
 VOCABULARY = {"vocab_size": len(TOKENIZER)}
 
 
@@ -88,7 +90,7 @@ def test_a_folder_is_evaluated(home, tmp_path, monkeypatch, capsys):
     assert "|sums|" in err
     assert "bits_per_byte" in err
     (file,) = tmp_path.rglob("results_*.json")
-    assert json.loads(file.read_text())["results"]["sums"]["bits_per_byte,none"] == value
+    assert read_json(file)["results"]["sums"]["bits_per_byte,none"] == value
 
 
 def test_adapters_change_their_base(home, monkeypatch):

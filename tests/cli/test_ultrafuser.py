@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moe_runtime.cli.app import app as main_app
+from moe_runtime.io.files import read_json
 from moe_runtime.methods import ultrafuser
 from moe_runtime.methods.ultrafuser import runs
 from tests.methods.ultrafuser import fusers
@@ -43,7 +44,7 @@ def sources(tmp_path_factory):
         fusers.tokenizer().save_pretrained(folder)
     # and one with a vocabulary that equals the others' only at the beginning
     other = shutil.copytree(folders[1], home / "other")
-    values = json.loads((other / "tokenizer.json").read_text())
+    values = read_json(other / "tokenizer.json")
     words = values["model"]
     words["vocab"]["de"] = len(words["vocab"]) + len(values["added_tokens"])
     words["merges"].insert(0, ["d", "e"])

@@ -2,7 +2,6 @@
 input.
 """
 
-import json
 import re
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from transformers import AutoModelForCausalLM, MixtralForCausalLM
 from typer.testing import CliRunner
 
 from moe_runtime.cli.app import app as main_app
+from moe_runtime.io.files import read_json
 from moe_runtime.methods.upit import router as upit_router
 from tests.support.upit_study import write_study
 
@@ -70,7 +70,7 @@ def test_the_steps_of_the_method_one_after_the_other(folders, tmp_path, monkeypa
     routers = tmp_path / "routers"
     files = ("--data", folders / "sums.jsonl", *base, "--out", routers)
     out = step("init-routers", *experts, *files, *ROUTERS.split())
-    values = json.loads((routers / "routers.json").read_text())
+    values = read_json(routers / "routers.json")
     assert values["buckets"] == [4, 4, 4]
     for after, before in zip(values["after"], values["before"], strict=True):
         assert after > before

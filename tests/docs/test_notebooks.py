@@ -1,7 +1,6 @@
 """The notebooks in docs/ run, are committed with their outputs, and use only public names."""
 
 import ast
-import json
 import re
 import sys
 
@@ -14,6 +13,8 @@ pytest.importorskip("mkdocs", reason="docs/hooks.py needs the extra docs")
 sys.path.insert(0, str(ROOT / "docs"))
 import hooks
 
+from moe_runtime.io.files import read_json
+
 sys.path.remove(str(ROOT / "docs"))
 BOOKS = [pytest.param(path, id=path.stem) for path in sorted(FOLDER.glob("*.ipynb"))]
 
@@ -21,7 +22,7 @@ BOOKS = [pytest.param(path, id=path.stem) for path in sorted(FOLDER.glob("*.ipyn
 def cells(path) -> list[tuple[str, str]]:
     """Return the code cells of a notebook: the code, and its output."""
     pairs = []
-    for cell in json.loads(path.read_text())["cells"]:
+    for cell in read_json(path)["cells"]:
         if cell["cell_type"] == "code":
             pairs.append(("".join(cell["source"]), printed_by(cell)))
             assert cell["execution_count"] == len(pairs)

@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
 from moe_runtime import backends
+from moe_runtime.io.files import read_json
 from moe_runtime.kernels import tiles
 from tests.emulator.library import EmulationError, Program, Schedule, TensorMap
 
@@ -252,7 +253,7 @@ def _choose(op: str, x: torch.Tensor, backend: str | None = None, cuda_fits: boo
 
 def _record(path: Path, arch: int) -> None:
     """Add the kernels that were executed to a file, for docs/kernels.md."""
-    known = json.loads(path.read_text()) if path.exists() else {}
+    known = read_json(path) if path.exists() else {}
     version = known.setdefault(triton.__version__, {})
     version[str(arch)] = sorted(executed.union(version.get(str(arch), ())))
     path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")

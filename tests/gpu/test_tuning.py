@@ -1,10 +1,9 @@
 """The tuner with a real clock. Without a GPU: tests/tools/test_tune.py."""
 
-import json
-
 import pytest
 import torch
 
+from moe_runtime.io.files import read_json
 from moe_runtime.kernels import tiles
 from moe_runtime.tools import tune
 
@@ -17,9 +16,7 @@ def test_a_layer_is_tuned_and_the_kernels_take_it(tmp_path, monkeypatch):
     device = torch.device("cuda", torch.cuda.current_device())
     steps = list(tune.tune({"layer": layer}, [512], ["bfloat16"]))
     assert [step.state for step in steps] == ["measured"] * 6, "; ".join(map(str, steps))
-    entries = json.loads(tiles.tuned_path().read_text())["devices"][torch.cuda.get_device_name()][
-        "tiles"
-    ]
+    entries = read_json(tiles.tuned_path())["devices"][torch.cuda.get_device_name()]["tiles"]
     for step in steps:
         ran = [tried for tried in step.entry["candidates"] if tried["ms"]]
         assert 0 < step.entry["ms"] <= step.entry["table"]["ms"]

@@ -19,6 +19,7 @@ from moe_runtime.io.checkpoint import (
     TensorSpec,
     parse_size,
 )
+from moe_runtime.io.files import read_json
 from tests.support.checkpoints import (
     assert_same,
     random_tensor,
@@ -42,7 +43,7 @@ def test_round_trip(tmp_path, shards):
     files = {SINGLE}
     if shards > 1:
         files = {f"model-{i:05d}-of-{shards:05d}.safetensors" for i in range(1, shards + 1)}
-        index = json.loads((out / INDEX).read_text())
+        index = read_json(out / INDEX)
         assert index["metadata"] == {"total_size": 4000}
 
     assert {file.name for file in out.glob("*.safetensors")} == files
@@ -184,7 +185,7 @@ def test_a_tensor_above_the_limit_has_a_shard_of_its_own(tmp_path):
     sizes = [10, 60, 250, 30, 30, 30, 100, 5]
     tensors = {f"t{i}": torch.zeros(n, dtype=torch.uint8) for i, n in enumerate(sizes)}
     out = write(tmp_path / "out", tensors, 100)
-    index = json.loads((out / INDEX).read_text())
+    index = read_json(out / INDEX)
 
     assert index["metadata"]["total_size"] == sum(sizes)
     shards = [sorted(load_file(file)) for file in sorted(out.glob("*.safetensors"))]

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_runtime.io import checkpoint
 from moe_runtime.io.checkpoint import INDEX, SINGLE, Checkpoint, TensorSpec, check_keys
+from moe_runtime.io.files import read_json
 from tests.support.checkpoints import raw_file, ten_tensors, write
 
 # an unclosed shard is an error
@@ -24,7 +25,7 @@ pytestmark = [
 
 def sharded(tmp_path: Path) -> tuple[Path, dict]:
     out = write(tmp_path / "out", ten_tensors(), 2000)
-    return out, json.loads((out / INDEX).read_text())
+    return out, read_json(out / INDEX)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 running.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.bench import described, report
+from moe_runtime.io.files import read_json
 from papers import demo
 from tests.support.captured import captured
 from tests.support.dist_launch import forked
@@ -34,7 +34,7 @@ def run(tmp_path_factory):
 
 
 def results_of(folder: Path) -> dict:
-    return json.loads((folder / "results.json").read_text())
+    return read_json(folder / "results.json")
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_every_benchmark_runs(tmp_path):
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     out = captured(command, cwd=ROOT, env=env)
     assert out.returncode == 0, out.stdout[-3000:]
-    benchmarks = json.loads((tmp_path / "b.json").read_text())["benchmarks"]
+    benchmarks = read_json(tmp_path / "b.json")["benchmarks"]
     table = report.text([tmp_path / "b.json"])
     files = set()
     for benchmark in benchmarks:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_runtime import cli
+from moe_runtime.io.files import read_json
 from papers import demo_real
 from papers.engine import corpora, everyday
 from papers.engine.everyday import TASKS, task_rows
@@ -107,7 +108,7 @@ def test_whole_demo(home, tmp_path, monkeypatch, capsys):
     words = command(home, out)
     code, printed, errors = call(monkeypatch, capsys, *words)
     assert code == 0, errors
-    table = json.loads((out / "overfit.json").read_text())
+    table = read_json(out / "overfit.json")
     rows = {row["name"]: row for row in table["methods"]}
     merges = [name for name in rows if name.startswith("XFT, ")]
     assert (len(rows), len(merges)) == (13, 3)

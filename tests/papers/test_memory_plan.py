@@ -45,6 +45,7 @@ def run(*words):
 def test_a_run_is_given_the_memory_that_is_free(monkeypatch):
     free = SimpleNamespace(available=8_000)
     monkeypatch.setattr(memory_plan.torch.cuda, "is_available", lambda: False)
+    assert 0 < memory_plan.machine()[1] < memory_plan.psutil.virtual_memory().total
     monkeypatch.setattr(memory_plan.psutil, "virtual_memory", lambda: free)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert memory_plan.machine()[1] == 4_000

@@ -8,10 +8,10 @@ python -m tests.support.aot_table --loops           # prints the main loops of t
 """
 
 import importlib.metadata
-import json
 import re
 import sys
 
+from moe_runtime.io.files import read_json
 from tests.support.aot import (
     AMD,
     ROOT,
@@ -199,7 +199,7 @@ def listed(cases: list[Case]) -> list[tuple[int, int | str]]:
 def executed(kernel: str) -> str:
     """Return the GPUs whose code of a kernel tests/emulator has executed."""
     archs = set()
-    for kernels_of in json.loads(EXECUTED.read_text()).values():
+    for kernels_of in read_json(EXECUTED).values():
         archs.update(int(arch) for arch, names in kernels_of.items() if kernel in names)
     return "sm_" + ", ".join(map(str, sorted(archs))) if archs else "-"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from moe_runtime.io.files import read_json
 from moe_runtime.methods.lora.baseline import quiet_peft
 from tests.support.stock_moe import stock
 
@@ -74,7 +75,7 @@ def as_written_by(
     gives the same change as their get_delta_weight.
     """
     shutil.copytree(folder, old)
-    config = json.loads((old / "adapter_config.json").read_text())
+    config = read_json(old / "adapter_config.json")
     config["peft_version"] = version
     if version is None:
         del config["peft_version"]

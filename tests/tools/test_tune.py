@@ -2,7 +2,6 @@
 configs that it tries.
 """
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from moe_runtime.config import Layer
+from moe_runtime.io.files import read_json
 from moe_runtime.kernels import tiles
 from moe_runtime.kernels.candidates import candidates
 from moe_runtime.kernels.tiles import Problem, Tile
@@ -90,7 +90,7 @@ def tune(**options) -> list[tuning.Outcome]:
 
 
 def entries() -> dict:
-    return json.loads(tiles.tuned_path().read_text())["devices"]["interpreter"]["tiles"]
+    return read_json(tiles.tuned_path())["devices"]["interpreter"]["tiles"]
 
 
 def tile_of(entry: dict) -> Tile:

@@ -20,6 +20,7 @@ import moe_runtime
 from moe_runtime.config import MoEConfig
 from moe_runtime.hf.dropin import offload, quantize
 from moe_runtime.io.checkpoint import Checkpoint
+from moe_runtime.io.files import read_json
 from moe_runtime.modules import packed as modules
 from moe_runtime.modules.moe import MoE
 from moe_runtime.native.library import cpp
@@ -90,11 +91,11 @@ def quantized_of(model, form):
 
 def edit_config(folder, **changes) -> None:
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    path.write_text(json.dumps(read_json(path) | changes))
 
 
 def quant_method(folder) -> str:
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     return config["quantization_config"]["quant_method"]
 
 
@@ -525,7 +526,7 @@ def test_folders_that_cannot_be_loaded_are_refused(tmp_path):
         match="quantized to nf4, and int8 rounds them a second time",
     ):
         moe_runtime.load_quantized(nf4, "int8")
-    whole = json.loads((nf4 / "config.json").read_text())
+    whole = read_json(nf4 / "config.json")
     for changes, says in (
         ({"quantization_config": {"quant_method": "awq"}}, "'awq'}, which load_quantized cannot"),
         ({"model_type": "no-such-model"}, "cannot be loaded by transformers"),

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import moe_runtime
+from moe_runtime.io.files import read_json
 from tests.hf.dropin.test_quantize import gpt_oss, qwen
 
 # the folder's format and layout: as stacks, which only load_quantized reads, or as transformers
@@ -98,7 +99,7 @@ class Folder:
         self.whole = whole
         self.changed = changed
         self.tensors = load_file(whole / "model.safetensors")
-        self.config = json.loads((whole / "config.json").read_text())
+        self.config = read_json(whole / "config.json")
         changed.mkdir()
 
     def write(self, tensors: dict | None = None, config: dict | None = None) -> None:

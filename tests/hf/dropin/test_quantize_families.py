@@ -3,7 +3,6 @@ or refuses it.
 """
 
 import copy
-import json
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 import moe_runtime
 from moe_runtime.hf.dropin import quantize
 from moe_runtime.hf.dropin.quantize import METHOD
+from moe_runtime.io.files import read_json
 from moe_runtime.modules import packed as modules
 from moe_runtime.ops import packed
 from tests.hf import stock, stock_sizes
@@ -83,7 +83,7 @@ def test_stock_transformers_loads_what_save_quantized_writes(form, model, tmp_pa
         stock.run(ours, "moe_runtime").logits, stock.run(quantized, "moe_runtime").logits
     )
     assert distance(stock.run(ours, "moe_runtime").logits, expected) < 1e-5
-    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    config = read_json(tmp_path / "config.json")["quantization_config"]
     if config["quant_method"] == METHOD:  # the bytes are not mistaken for weights
         with pytest.raises(
             RuntimeError, match="size mismatch|ignore_mismatched_sizes|automatic conversion"

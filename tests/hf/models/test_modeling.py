@@ -13,6 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from moe_runtime.hf.models import modeling, swap
 from moe_runtime.hf.models.families import FAMILIES
+from moe_runtime.io.files import read_json
 from tests.hf import tiny
 from tests.support.captured import captured
 from tests.support.patience import PATIENCE
@@ -35,7 +36,7 @@ def mergeable(model_type="llama", soup=False, **settings):
 def test_config_json(tmp_path):
     model = tiny.upcycled("llama", layers=[1], router="mlp")
     model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = read_json(tmp_path / "config.json")
     block = {
         "config": tiny.config_of(tiny.dense(), router="mlp").to_dict(),
         "format": 1,

@@ -15,6 +15,7 @@ from moe_runtime.hf.dropin.quantized_files import save_quantized
 from moe_runtime.hf.models.prediction import keep_prediction
 from moe_runtime.hf.training.sft import train_command
 from moe_runtime.io.checkpoint import Checkpoint
+from moe_runtime.io.files import read_json
 from papers.engine.tiny import train_tokenizer
 from tests.support.checkpoints import assert_equal, tensors
 from tests.support.stock_moe import stock
@@ -26,7 +27,7 @@ EXTRA = {
 
 
 def declared(folder: Path) -> int:
-    return json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"]
+    return read_json(folder / "config.json")["num_nextn_predict_layers"]
 
 
 @pytest.fixture

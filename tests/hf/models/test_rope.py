@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from moe_runtime.hf.models.configuration import legacy_rope, write_legacy_rope
+from moe_runtime.io.files import read_json
 from tests.hf import tiny
 
 LONG = {
@@ -53,7 +54,7 @@ def test_both_spellings_agree(model_type, rope, tmp_path):
     config = tiny.dense_config(model_type, **changes)
     config.save_pretrained(tmp_path)
     write_legacy_rope(tmp_path)
-    both = json.loads((tmp_path / "config.json").read_text())
+    both = read_json(tmp_path / "config.json")
     old = {}
     for key, value in both.items():
         if key != "rope_parameters":

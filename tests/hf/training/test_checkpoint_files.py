@@ -18,6 +18,7 @@ from transformers import TrainingArguments
 
 from moe_runtime.hf.training.checkpoint_files import check_checkpoint
 from moe_runtime.hf.training.trainer import MoETrainer
+from moe_runtime.io.files import read_json
 from tests.hf.tiny import VOCAB, dense
 from tests.support.pickled import Planted
 
@@ -190,7 +191,7 @@ def test_training_args_are_never_loaded(checkpoint, tmp_path):
 )
 def test_a_trainer_state_that_cannot_be_is_refused(checkpoint, values):
     path = checkpoint / "trainer_state.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    path.write_text(json.dumps(read_json(path) | values))
     with pytest.raises(
         ValueError, match=r"trainer_state\.json is .* Resume from another checkpoint"
     ):

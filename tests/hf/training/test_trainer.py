@@ -20,6 +20,7 @@ from moe_runtime.hf.models.modeling import moe_layers
 from moe_runtime.hf.training import sft
 from moe_runtime.hf.training.fit import pair_collator
 from moe_runtime.io import console
+from moe_runtime.io.files import read_json
 from moe_runtime.io.rows import encode, read_rows, tokenize_pairs
 from papers.engine.tiny import train_tokenizer
 from tests.hf import tiny
@@ -456,7 +457,7 @@ def words(model, data, options: str) -> list[str]:
 
 def steps_of(checkpoint, name: str) -> list[int]:
     """Return the steps whose log has a value."""
-    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    state = read_json(checkpoint / "trainer_state.json")
     return [entry["step"] for entry in state["log_history"] if name in entry]
 
 
@@ -582,7 +583,7 @@ def test_lora_has_targets_and_a_diverged_training_is_said(folder, tmp_path, caps
     assert warning in capsys.readouterr().err
     train_command([*argv, "--overwrite", "--use_peft"])
     assert "diverged" not in capsys.readouterr().err
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    config = read_json(tmp_path / "adapter_config.json")
     assert config["lora_dropout"] == 0
     targets = {name.rpartition(".")[2] for name in config["target_modules"]}
     assert targets == {"q_proj", "k_proj", "v_proj", "o_proj"}

@@ -19,6 +19,7 @@ from moe_runtime.hf.training.trained_files import (
     split_row,
     stack_parts,
 )
+from moe_runtime.io.files import read_json
 from moe_runtime.methods.esft.adapters import Adapter, apply, load_adapter, remove
 from tests.hf import stock as every
 from tests.hf.tiny import upcycled
@@ -170,7 +171,7 @@ def test_the_folder_is_the_official_one(tmp_path):
             shapes[f"{path}.down_proj.weight"] = (32, 24)
     tensors = load_file(tmp_path / "model.safetensors")
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == shapes
-    config = json.loads((tmp_path / "expert_cfg.json").read_text())
+    config = read_json(tmp_path / "expert_cfg.json")
     stacks = config.pop("moe_runtime")["base"]["experts"]["1"]
     assert stacks == {"gate_up_proj": [8, 48, 32], "down_proj": [8, 32, 24]}
     assert config == {

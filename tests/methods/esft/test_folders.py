@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.models.saved_rows import saved_tensors
 from moe_runtime.io.checkpoint import Checkpoint
+from moe_runtime.io.files import read_json
 from moe_runtime.methods.esft.adapters import apply
 from moe_runtime.methods.esft.folders import merge_folder
 from moe_runtime.methods.esft.selection import ExpertSelection
@@ -188,7 +189,7 @@ def test_what_does_not_fit_is_refused_and_nothing_written(tmp_path):
     selection = ExpertSelection(experts={0: (1, 9), 1: (1, 9)})
     unknown = replace(adapter, tensors=tensors, selection=selection)
     other = shutil.copytree(base, tmp_path / "other")
-    config = json.loads((other / "config.json").read_text()) | {"num_experts_per_tok": 3}
+    config = read_json(other / "config.json") | {"num_experts_per_tok": 3}
     (other / "config.json").write_text(json.dumps(config))
     for source, given, match in (
         (base, broken, "experts.7.*of the merge of adapter contains NaN or infinity"),

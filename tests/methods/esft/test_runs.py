@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.training import ranks
+from moe_runtime.io.files import read_json
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft import runs as esft_runs
 from moe_runtime.methods.esft.lora import read_lora
@@ -247,7 +248,7 @@ def test_lora_of_the_selected_experts_is_trained_checked_and_merged(home, tmp_pa
     selection = esft.ExpertSelection.load(home / "config.json")
     assert done.loss < done.loss_before
     assert done.trained_parameters < done.total_parameters
-    config = json.loads((law / "adapter_config.json").read_text())
+    config = read_json(law / "adapter_config.json")
     assert config["r"] == 2
     assert config["lora_alpha"] == 4.0
     with pytest.raises(ValueError, match="exists"):

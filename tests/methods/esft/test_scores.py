@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moe_runtime.hf.training.calibration import sample_batches
+from moe_runtime.io.files import read_json
 from moe_runtime.methods.esft.recorder import GateSums
 from moe_runtime.methods.esft.runs import score_folder
 from moe_runtime.methods.esft.scores import ExpertScores, score_experts
@@ -257,7 +258,7 @@ def test_a_summary_comes_back_as_it_was(variant, tmp_path):
                 scores.scores(score, other),
             )
     assert ExpertScores.load(file, "normalized").variant == "normalized"
-    values = json.loads(file.read_text())
+    values = read_json(file)
     # the official script reads these, by layer and expert; the shared expert is not listed
     assert list(values)[:2] == ["token_scores", "gate_scores"]
     assert list(values["gate_scores"]["1"]) == ["1", "2", "3"]

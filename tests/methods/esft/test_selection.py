@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moe_runtime.hf.dropin.layers import numbered_layers
+from moe_runtime.io.files import read_json
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft.recorder import GateSums
 from moe_runtime.methods.esft.scores import ExpertScores, score_experts
@@ -218,7 +219,7 @@ def test_the_configuration_is_the_official_one(tmp_path):
         shared_experts=True,
     )
     selection.save(file)
-    assert json.loads(file.read_text()) == {
+    assert read_json(file) == {
         "experts": {"2": [], "10": [5, 0]},
         "shared_experts": True,
         "non_expert_modules": False,

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.models import modeling, swap
 from moe_runtime.hf.training.trainable import train_rows
+from moe_runtime.io.files import read_json
 from moe_runtime.methods import lora
 from moe_runtime.methods.lora import lora_layers, save_adapters, to_lora_moe, to_moe
 from moe_runtime.modules.moe import MoE
@@ -140,7 +141,7 @@ def edited(folder, out, tensors, values):
     """Copy an adapter folder with other settings, and with its tensors changed by `tensors`."""
     shutil.copytree(folder, out)
     path = out / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    path.write_text(json.dumps(read_json(path) | values))
     file = out / "adapter_model.safetensors"
     save_file(tensors(load_file(file)), file)
     return out

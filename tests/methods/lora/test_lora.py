@@ -3,7 +3,6 @@ in and out, refusals.
 """
 
 import copy
-import json
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.models import modeling
 from moe_runtime.hf.models.families import FAMILIES
+from moe_runtime.io.files import read_json
 from moe_runtime.methods import lora
 from moe_runtime.methods.lora import lora_layers, to_lora_moe
 from moe_runtime.modules.lora import TARGETS
@@ -88,7 +88,7 @@ def test_starts_as_the_dense_model_saves_and_merges(model_type, form, tmp_path):
 def test_corners_save_and_load(form, changes, settings, tmp_path):
     model = lora_model("llama", form, changes, **settings)
     model.save_pretrained(tmp_path)
-    block = json.loads((tmp_path / "config.json").read_text())["moe_runtime"]
+    block = read_json(tmp_path / "config.json")["moe_runtime"]
     assert block["stage"] == "lora"
     assert block["layers"] == settings.get("layers", [0, 1])
     assert block["lora"] == {

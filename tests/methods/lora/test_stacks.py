@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.dropin import experts, peft_files
+from moe_runtime.io.files import read_json
 from moe_runtime.methods.lora import stacks
 from moe_runtime.methods.lora.adapters import is_pattern
 from moe_runtime.methods.lora.baseline import load_lora
@@ -145,9 +146,9 @@ def test_old_files_are_converted_exactly(tmp_path, family, shape, version):
     assert receipt.peft_version == version
     assert receipt.stacks == 2 * len(parameters)
     assert (new / WEIGHTS).read_bytes() == (tmp_path / "adapter" / WEIGHTS).read_bytes()
-    config = json.loads((old / "adapter_config.json").read_text())
+    config = read_json(old / "adapter_config.json")
     config["peft_version"] = stacks.WRITES
-    assert json.loads((new / "adapter_config.json").read_text()) == config
+    assert read_json(new / "adapter_config.json") == config
     check_deltas(read(tmp_path, "new"), deltas(made))
 
 
@@ -193,7 +194,7 @@ def test_a_square_stack_that_stock_peft_transposes_is_refused_by_patch(tmp_path)
 
 def change_config(folder, **values):
     path = folder / "adapter" / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    path.write_text(json.dumps(read_json(path) | values))
 
 
 def half(layer: int, leaf: str = "experts", which: str = "A") -> str:

@@ -2,13 +2,12 @@
 way from dense to experts and back.
 """
 
-import json
-
 import pytest
 import torch
 import transformers
 
 from moe_runtime.hf.models.stock import export_stock
+from moe_runtime.io.files import read_json
 from moe_runtime.methods.shrink import dense_folder, prune_folder
 from moe_runtime.methods.xft.folders import upcycle_folder
 from tests.hf import stock as every
@@ -58,7 +57,7 @@ def with_equal_gates(family: str):
 
 def load_dense(folder):
     """Load a dense model by the class that its config names."""
-    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    architecture = read_json(folder / "config.json")["architectures"][0]
     cls = getattr(transformers, architecture)
     model, info = cls.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info

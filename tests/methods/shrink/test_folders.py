@@ -2,7 +2,6 @@
 kept byte for byte; refusals that write nothing.
 """
 
-import json
 import shutil
 
 import pytest
@@ -13,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from moe_runtime.hf.dropin.quantize import load_quantized, quantize_experts
 from moe_runtime.hf.dropin.quantized_files import save_quantized
 from moe_runtime.io.checkpoint import Checkpoint
+from moe_runtime.io.files import read_json
 from moe_runtime.methods.shrink import merge_folder, prune_folder
 from moe_runtime.methods.shrink.cuts import Cuts
 from moe_runtime.methods.shrink.experts import LayerExperts, permuted
@@ -135,7 +135,7 @@ def test_a_folder_with_the_model_s_own_stacks_and_shards(tmp_path):
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert loaded.dtype == torch.float16
-    kept = json.loads((tmp_path / "out" / "shrink.json").read_text())["kept"]
+    kept = read_json(tmp_path / "out" / "shrink.json")["kept"]
     for number, stacks in stacks_of(loaded).items():
         for name, stack in stacks.items():
             assert torch.equal(stack, stacks_of(model)[number][name][kept[str(number)]])
@@ -177,7 +177,7 @@ def test_multi_token_prediction(tmp_path, with_experts):
     save_file(load_file(file) | extra, file, {"format": "pt"})
     receipt = prune_folder(source, statistics_of(model), tmp_path / "out", KEEP, top_k=2)
     found = tensors(tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = read_json(tmp_path / "out" / "config.json")
     assert receipt.left_out == (list(extra) if with_experts else [])
     for key, tensor in extra.items():
         assert (key in found) is not with_experts
@@ -193,7 +193,7 @@ def test_the_receipt_and_a_second_shrink(tmp_path):
     smaller = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
     assert first.parameters == smaller.num_parameters()
     merge_folder(tmp_path / "first", statistics_of(smaller), tmp_path / "second", KEEP)
-    receipt = json.loads((tmp_path / "second" / "shrink.json").read_text())
+    receipt = read_json(tmp_path / "second" / "shrink.json")
     assert (receipt["method"], receipt["experts_before"]) == ("merge", 6)
     assert receipt["calibration"] == {"text": "random", "tokens": 24}
     assert receipt["before"]["method"] == "prune"

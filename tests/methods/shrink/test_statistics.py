@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import moe_runtime
 from moe_runtime.cli import shrink as cli_shrink
+from moe_runtime.io.files import read_json
 from moe_runtime.methods.shrink import (
     ExpertStatistics,
     StatisticsRecorder,
@@ -176,7 +177,7 @@ def test_the_commands_from_text_to_a_comparison(home, tmp_path):
     statistics = "--statistics {out}/s.safetensors"
     # four routing groups of two experts cannot become smaller
     config = home / "base" / "config.json"
-    values = json.loads(config.read_text())
+    values = read_json(config)
     config.write_text(json.dumps(values | {"n_group": 2, "topk_group": 2}))
     told = invoke(f"prune {{base}} {{out}}/pruned {statistics} --keep 4", **base)
     assert "4 of 8 experts" in told
@@ -185,7 +186,7 @@ def test_the_commands_from_text_to_a_comparison(home, tmp_path):
     for folder in ("pruned", "merged", "dense"):
         told = invoke(f"compare {{base}} {{out}}/{folder} --data {{rows}} --limit 4", **base)
         assert "loss per token: " in told
-        assert json.loads((tmp_path / folder / "shrink.json").read_text())["keep"] in (2, 4)
+        assert read_json(tmp_path / folder / "shrink.json")["keep"] in (2, 4)
 
 
 def test_the_page_s_example_runs(tmp_path, monkeypatch, capsys):

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from moe_runtime.io.files import read_json
 from moe_runtime.methods import ultrafuser
 from moe_runtime.methods.ultrafuser.specialists import fingerprint
 from papers.engine.tiny import train_tokenizer
@@ -96,7 +97,7 @@ def test_copies_are_folders_of_transformers_and_move(fused, tmp_path):
         assert alone.lm_head.weight is alone.model.embed_tokens.weight
         assert len(AutoTokenizer.from_pretrained(copied)) == len(fusers.tokenizer())
         # transformers 4 reads this key
-        assert "rope_theta" in json.loads((copied / "config.json").read_text())
+        assert "rope_theta" in read_json(copied / "config.json")
     # a folder can overwrite the one that it was loaded from
     again.gate.score.weight.data.add_(1)
     ultrafuser.save(again, moved, specialists="copy", overwrite=True)
@@ -187,7 +188,7 @@ def test_moved_specialists_and_dtypes(fused, sources, tmp_path):
 
 def edit(folder, **changes):
     path = folder / "fuser_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    path.write_text(json.dumps(read_json(path) | changes))
 
 
 def test_folders_that_do_not_fit_are_refused(sources, tmp_path):

@@ -2,7 +2,6 @@
 memory.
 """
 
-import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from moe_runtime.io.files import read_json
 from moe_runtime.methods.upit.checkpoints import ExpertCheckpoints, save_expert, saved_steps
 from tests.hf.tiny import VOCAB, dense
 from tests.support.checkpoints import tensors
@@ -121,7 +121,7 @@ def test_intervals(base, tmp_path, every, settings, want):
         **settings,
     ).train()
     assert steps(tmp_path / "experts") == want
-    record = json.loads((tmp_path / "experts" / f"step-{want[-1]}" / "expert.json").read_text())
+    record = read_json(tmp_path / "experts" / f"step-{want[-1]}" / "expert.json")
     per_epoch = 4 / settings.get("gradient_accumulation_steps", 1)
     assert record["step"] == want[-1]
     assert record["epoch"] == pytest.approx(want[-1] / per_epoch)
@@ -154,9 +154,7 @@ def test_a_folder_is_what_save_pretrained_writes(tmp_path, family, changes, dtyp
         tensors(tmp_path / "ours"),
         tensors(tmp_path / "theirs"),
     )
-    ours, theirs = (
-        json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "theirs")
-    )
+    ours, theirs = (read_json(tmp_path / name / "config.json") for name in ("ours", "theirs"))
     assert {key: ours[key] for key in theirs} == theirs
     names = {path.name for path in (tmp_path / "theirs").iterdir()} - {"model.safetensors"}
     assert names <= {path.name for path in (tmp_path / "ours").iterdir()}
@@ -185,7 +183,7 @@ def test_a_peft_model_saves_its_adapter(base, tmp_path):
         peft.get_peft_model_state_dict(again),
         peft.get_peft_model_state_dict(model),
     )
-    record = json.loads((tmp_path / "experts" / "step-4" / "expert.json").read_text())
+    record = read_json(tmp_path / "experts" / "step-4" / "expert.json")
     assert (record["kind"], record["base"]) == ("lora", str(base))
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from moe_runtime.io.files import read_json
 from moe_runtime.methods.upit import expansion as upit_expansion
 from moe_runtime.methods.upit import pool as upit_pool
 from moe_runtime.methods.upit.checkpoints import save_expert
@@ -178,7 +179,7 @@ def test_children_are_those_of_the_equations(place, tmp_path, monkeypatch, kind,
         assert found.distance[i, j] == pytest.approx(distance, rel=1e-5, abs=1e-7)
     assert torch.equal(found.distance, found.distance.T)
     assert not found.distance.diagonal().any()
-    summary = json.loads((out / "expansion.json").read_text())
+    summary = read_json(out / "expansion.json")
     assert summary["experts"] == [str(path) for path in found.experts]
     assert summary["distance"] == found.distance.tolist()
     assert [one["folder"] for one in summary["children"]] == ["expert-3", "expert-4", "expert-5"]
@@ -364,7 +365,7 @@ def edited(place: Path, tmp_path: Path, name: str) -> Path:
         )
     else:
         shutil.copytree(place / "lora-1", folder)
-        config = json.loads((folder / "adapter_config.json").read_text())
+        config = read_json(folder / "adapter_config.json")
         config["use_dora"] = True
         (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder

@@ -3,7 +3,6 @@ resuming, processes.
 """
 
 import contextlib
-import json
 import shutil
 
 import pytest
@@ -12,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.training.fit import pair_collator
+from moe_runtime.io.files import read_json
 from moe_runtime.methods.upit.router import init_router, load_routed
 from moe_runtime.methods.upit.vectors import RoutingVectors, routing_loss
 from tests.support import upit
@@ -237,7 +237,7 @@ def test_a_narrow_expert_trains_as_a_wide_one(tmp_path, tokenizer, rows, dtype, 
         if ".mlp." in name:
             shares.append((result[name] != tensor).double().mean())
     assert sum(shares) / len(shares) > (0.5 if dtype == torch.float16 else 0.2)
-    config = json.loads((a.folder / "config.json").read_text())
+    config = read_json(a.folder / "config.json")
     assert f"torch.{config['dtype']}" == str(dtype)
 
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.models.configuration import MOE_FIELDS, SHIM
 from moe_runtime.hf.models.families import FAMILIES, locate_key
+from moe_runtime.io.files import read_json
 from moe_runtime.methods import xft
 from moe_runtime.methods.xft import folders as xft_folders
 from papers.engine.tiny import train_tokenizer
@@ -130,13 +131,13 @@ def test_config_tokenizer_and_generation_config_are_the_bases(family, way, expor
     files = {}
     for name in names:
         if name.endswith(".json") and "index" not in name:
-            files[name] = json.loads((merged / name).read_text())
+            files[name] = read_json(merged / name)
     config = files["config.json"]
     assert config.keys().isdisjoint(MOE_FIELDS)
     assert "moe_runtime" not in str(config)
     assert files["generation_config.json"]["top_k"] == 5
     for name, values in files.items():
-        expected = json.loads((base / name).read_text())
+        expected = read_json(base / name)
         if name == "config.json":
             # the old spelling of the rotary keys is added for readers that need it
             for key in LEGACY - expected.keys():

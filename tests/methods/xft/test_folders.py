@@ -3,7 +3,6 @@ nothing at all.
 """
 
 import functools
-import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.models.families import FAMILIES
+from moe_runtime.io.files import read_json
 from moe_runtime.methods import xft
 from moe_runtime.methods.xft import folders as xft_folders
 from tests.hf.tiny import dense, distance, logits
@@ -32,7 +32,7 @@ LEGACY = {
 
 def config_of(folder: Path) -> dict:
     """Return config.json without the old rotary keys, which a stock model does not save."""
-    values = json.loads((folder / "config.json").read_text())
+    values = read_json(folder / "config.json")
     return {key: value for key, value in values.items() if key not in LEGACY}
 
 

@@ -2,7 +2,6 @@
 back bit for bit.
 """
 
-import json
 import re
 import warnings
 from pathlib import Path
@@ -13,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_runtime.config import MoEConfig
 from moe_runtime.io.checkpoint import Checkpoint
+from moe_runtime.io.files import read_json
 from moe_runtime.methods.xft import folders as xft_folders
 from moe_runtime.methods.xft import official as xft_official
 from moe_runtime.methods.xft import official_config as xft_official_config
@@ -75,7 +75,7 @@ def assert_same(a: Path, b: Path) -> None:
 
 
 def config_of(folder: Path) -> dict:
-    return json.loads((folder / "config.json").read_text())
+    return read_json(folder / "config.json")
 
 
 def assert_logits(folder: Path, expected: torch.Tensor) -> None:

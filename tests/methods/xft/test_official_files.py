@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moe_runtime.io.files import read_json
 from moe_runtime.methods.xft import official as xft_official
 from moe_runtime.methods.xft.official import EXPERTS
 from tests.hf import tiny
@@ -37,7 +38,7 @@ def weighted(tmp_path) -> Path:
 def edit(folder: Path, **changes) -> None:
     """Change config.json."""
     file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    file.write_text(json.dumps(read_json(file) | changes))
 
 
 def edit_tensors(folder: Path, **changes) -> None:

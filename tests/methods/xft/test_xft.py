@@ -1,7 +1,6 @@
 """moe_runtime.methods.xft: the invariants of upcycling, mixing and merging, on whole models."""
 
 import copy
-import json
 import math
 import warnings
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 from moe_runtime.hf.models.families import FAMILIES
+from moe_runtime.io.files import read_json
 from moe_runtime.methods import xft
 from moe_runtime.methods.xft.baselines import to_ewa
 from tests.hf.tiny import dense
@@ -230,7 +230,7 @@ def test_a_saved_dense_model_has_the_rotary_keys_of_both_spellings(tmp_path):
         xft.merge(tuned()),
         tmp_path / "dense",
     )
-    config = json.loads((tmp_path / "dense" / "config.json").read_text())
+    config = read_json(tmp_path / "dense" / "config.json")
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 1e5
     with pytest.raises(ValueError, match="exists"):
         xft.save_dense(dense("llama"), tmp_path / "dense")

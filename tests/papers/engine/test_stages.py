@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_runtime.io import rows as data
+from moe_runtime.io.files import read_json
 from papers.engine.recipe import DataSplits, load_recipe
 from papers.engine.stages import _read, contents_of, split_rows
 from papers.xft.recipe import Recipe
@@ -26,8 +27,8 @@ def test_an_error_of_rank_0_alone_ends_all_processes(tmp_path):
         tmp_path,
         str(tmp_path),
     )
-    first = json.loads((tmp_path / "rank0.json").read_text())
-    second = json.loads((tmp_path / "rank1.json").read_text())
+    first = read_json(tmp_path / "rank0.json")
+    second = read_json(tmp_path / "rank1.json")
     assert first["merge"].startswith("ValueError: Folder ")
     assert "has no config.json" in first["merge"]
     assert first["full disk"] == "OSError: [Errno 28] No space left on device: 'model.safetensors'"
@@ -53,10 +54,8 @@ def test_stages_depend_on_contents_not_on_times_or_places(tmp_path):
     weights.write_bytes(b"12")
     before = contents_of(folder)
     assert set(before) == {"config.json", "model/weights"}
-    assert (
-        contents_of(shutil.copytree(folder, tmp_path / "other", copy_function=shutil.copyfile))
-        == before
-    )
+    other = shutil.copytree(folder, tmp_path / "other", copy_function=shutil.copyfile)
+    assert contents_of(other) == before
     weights.write_bytes(b"13")
     assert contents_of(folder) != before
     assert contents_of(weights) != contents_of(folder / "config.json")

@@ -3,11 +3,11 @@ and refusals.
 """
 
 import functools
-import json
 import statistics
 
 import pytest
 
+from moe_runtime.io.files import read_json
 from papers.esft import tables as esft_tables
 from papers.esft.recipe import load_recipe
 from tests.papers.reports import assert_compared, assert_made_once, entries_of, made_by, rows_of
@@ -43,7 +43,7 @@ def main(recipe, out):
 def test_main(main, recipe, out):
     assert entries_of(main) == ["base", *METHODS]
     assert (out / "main.png").read_bytes().startswith(b"\x89PNG")
-    values = json.loads((out / "main.json").read_text())
+    values = read_json(out / "main.json")
     for method, entry in zip(values["methods"], main.entries, strict=True):
         assert method["loss"] == entry.loss
         assert method["general_loss"] == main.general.entry(entry.name).loss
@@ -69,7 +69,7 @@ def assert_of_stages(out, seed: dict, result) -> None:
     parts = []
     losses = []
     for task in seed["tasks"].values():
-        parts.append(json.loads(((out / task["folder"]).parent / "result.json").read_text()))
+        parts.append(read_json((out / task["folder"]).parent / "result.json"))
         losses += parts[-1]["losses"]
     assert losses == list(result.losses)
     general = statistics.fmean(part["general_loss"] for part in parts)
@@ -104,4 +104,4 @@ def test_counts(recipe, out):
         assert counts == [len(selection.experts[layer]) for layer in counted.layers]
     for name in ("counts.png", "counts-gate-mass.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
-    assert json.loads((out / "counts.json").read_text())["found"][0]["counts"] == counted.counts
+    assert read_json(out / "counts.json")["found"][0]["counts"] == counted.counts

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_runtime.io.files import read_json
 from papers.evaluation.decontaminate import NGrams, Substrings, decontaminate, texts_of
 
 SOLUTION = "def both(a, b):\n    return a and b  # so"
@@ -86,7 +87,7 @@ def test_substrings(files, columns, min_chars, dropped):
     assert report.rows == 4
     assert report.kept == len(left)
     assert report.by_benchmark == {source: len(dropped)}
-    listed = json.loads((files / "out.jsonl.dropped.json").read_text())
+    listed = read_json(files / "out.jsonl.dropped.json")
     assert listed["min_chars"] == min_chars
     assert [one["row"] for one in listed["dropped"]] == dropped
     for one in listed["dropped"]:

@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from moe_runtime import cli
+from moe_runtime.io.files import read_json
 from moe_runtime.methods import lora, ultrafuser
 from moe_runtime.methods.ultrafuser import folders as fused_folders
 from papers.engine.tiny import BOS
@@ -253,7 +254,7 @@ def test_an_interrupted_evaluation_asks_for_the_rest_only(scripted, tmp_path):
     report = scripted(answers, "arithmetic", limit=9)
     assert scripted.asked == {"a": 4, "b": 9}
     assert report == whole._replace(settings=report.settings)
-    assert json.loads((tmp_path / "out/results.json").read_text())["scores"]
+    assert read_json(tmp_path / "out/results.json")["scores"]
     # complete lines again
     assert [json.loads(line)["key"] for line in record.read_text().splitlines()]
     again = scripted(answers, "arithmetic", limit=9)

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.training import fit
+from moe_runtime.io.files import read_json
 from moe_runtime.methods import ultrafuser
 from papers.engine.domains import of_domain, places_of
 from papers.ultrafuser import study as ultrafuser_study
@@ -89,7 +90,7 @@ def test_stage_one_leaves_specialists_and_stage_two_moves_them(made):
         for name, tensor in warm.specialists[number].state_dict().items():
             assert torch.equal(tensor, before[name])
             assert not torch.equal(tensor, moved[name])
-    config = json.loads((made.gate.folder / "fuser_config.json").read_text())
+    config = read_json(made.gate.folder / "fuser_config.json")
     assert config["specialists"][0]["path"] == made.sources[0]
     assert not any(made.gate.folder.rglob("model*.safetensors"))
     # stage two starts with the gate of stage one, which is initialized by the seed

@@ -1,11 +1,11 @@
 """papers.ultrafuser.tables: each table, its numbers from the stages, its figure, its page."""
 
-import json
 import statistics
 from pathlib import Path
 
 import pytest
 
+from moe_runtime.io.files import read_json
 from papers.ultrafuser import tables as ultrafuser_tables
 from papers.ultrafuser.recipe import load_recipe
 from papers.ultrafuser.tables import DIRECT, FULL, GATE, TWO_STAGE
@@ -90,7 +90,7 @@ def test_weights_are_means_over_tokens(tables):
 def test_pictures_and_numbers_are_there(tables, command):
     assert (tables.out / f"{command}.png").read_bytes().startswith(b"\x89PNG")
     report = tables.reports[command]
-    values = json.loads((tables.out / f"{command}.json").read_text())
+    values = read_json(tables.out / f"{command}.json")
     assert values["summary"] == report.summary
     assert report.legend()
     assert values["settings"]["seeds"] == [0]

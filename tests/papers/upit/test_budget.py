@@ -2,13 +2,14 @@
 table counts.
 """
 
-import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from moe_runtime.io.files import read_json
 from moe_runtime.methods.upit.experts import saved_experts
 from papers.engine.domains import by_domain
 from papers.upit import budget, tables
@@ -55,7 +56,7 @@ def test_an_expert_per_domain_has_seen_no_other(stages, recipe):
     assert stages.only is None
     losses = []
     for path, domain in zip(pool.experts, recipe.domains, strict=True):
-        stored = json.loads((Path(path).parents[1] / "result.json").read_text())
+        stored = read_json(Path(path).parents[1] / "result.json")
         assert stored["made_of"]["settings"]["only"] == domain
         assert stored["steps"] == 4
         losses.append(
@@ -88,6 +89,7 @@ def test_all_have_the_same_steps(recipe, tmp_path):
             assert result.steps == result.history[-1][0] == 24
     assert report.entry(budget.SWA).loss != report.entry(budget.SFT).loss
     assert report.entry(budget.BRANCHES).loss != report.entry(budget.UPIT).loss
+    assert re.search(r"held-out loss at step .* 24(\n|$)", "\n".join(report.summary))
     assert (tmp_path / "budget.png").read_bytes().startswith(b"\x89PNG")
 
 

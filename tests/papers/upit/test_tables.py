@@ -3,10 +3,10 @@ and refusals.
 """
 
 import functools
-import json
 
 import pytest
 
+from moe_runtime.io.files import read_json
 from papers.upit import tables as upit_tables
 from papers.upit.recipe import load_recipe
 from papers.upit.tables import UpitReport
@@ -50,10 +50,10 @@ def test_main(main, recipe, out):
     assert main.reference == "SFT"
     assert main.domains == ("sums", "words")
     assert (out / "main.png").read_bytes().startswith(b"\x89PNG")
-    values = json.loads((out / "main.json").read_text())
+    values = read_json(out / "main.json")
     for method, entry in zip(values["methods"], main.entries, strict=True):
         folder = (out / method["seeds"][0]["folder"]).parent
-        stored = json.loads((folder / "result.json").read_text())
+        stored = read_json(folder / "result.json")
         assert stored["losses"] == entry.results[0].losses
         assert method["loss"] == entry.loss == stored["loss"]
         assert method["domains"] == entry.results[0].domains

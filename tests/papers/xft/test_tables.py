@@ -3,11 +3,11 @@ and refusals.
 """
 
 import functools
-import json
 import math
 
 import pytest
 
+from moe_runtime.io.files import read_json
 from papers.xft import tables as xft_tables
 from tests.papers.reports import assert_compared, entries_of, made_by, rows_of
 from tests.papers.xft.test_study import joined_stages
@@ -82,13 +82,13 @@ def test_a_table(command, recipe, out):
     # nothing is trained twice
     assert times(out).items() >= before.items()
     assert (out / f"{command}.png").read_bytes().startswith(b"\x89PNG")
-    values = json.loads((out / f"{command}.json").read_text())
+    values = read_json(out / f"{command}.json")
     for method, entry in zip(values["methods"], report.entries, strict=True):
         assert method["loss"] == entry.loss
         assert method["perplexity"] == pytest.approx(math.exp(entry.loss))
         for seed, result in zip(method["seeds"], entry.results, strict=True):
             folder = (out / seed["folder"]).parent
-            stored = json.loads((folder / "result.json").read_text())
+            stored = read_json(folder / "result.json")
             assert stored["loss"] == result.loss
             assert stored["losses"] == list(result.losses)
     assert_compared(report)

@@ -11,7 +11,6 @@ import sys
 import pytest
 import torch
 
-from moe_runtime.io.files import read_json
 from moe_runtime.kernels import tiles
 from tests.support import aot, aot_table
 from tests.support.aot import AMD, ROOT, Case, Report
@@ -36,7 +35,7 @@ def reports(tmp_path_factory) -> dict[tuple[int, int | str], Report]:
         path = folder / "aot.json"
         if not path.exists():
             path.write_text(json.dumps(aot.compile_all([(CASES[i], target) for i, target in JOBS])))
-    found = [Report(*fields) for fields in read_json(path)]
+    found = [Report(*fields) for fields in json.loads(path.read_text())]
     return dict(zip(JOBS, found, strict=True))
 
 

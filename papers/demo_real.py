@@ -16,8 +16,6 @@ Finished stages are kept, so rerunning the command resumes a killed run.
 import json
 from pathlib import Path
 
-import torch
-
 from moe_runtime.config import one_line
 from moe_runtime.io.console import print_table
 from moe_runtime.io.files import atomic_write_text
@@ -29,7 +27,7 @@ from papers.evaluation.evaluate import evaluate
 from papers.evaluation.evaluate_models import find_models, tokenizer_of
 from papers.evaluation.smollm2 import check_smollm2, write_smollm2
 from papers.xft import tables
-from papers.xft.recipe import Recipe, load_recipe
+from papers.xft.recipe import load_recipe
 
 ASKED = 16  # held-out examples of each task that are answered
 NEW_TOKENS = 64  # maximum length of an answer
@@ -59,7 +57,7 @@ def run(
         tokenizer_of(find_models([str(model)])[0], "chat")
     if model is None and not (out / "smollm2").is_dir():
         write_smollm2(out / "smollm2", dtype="float32")
-    settings = _placed(settings, model or out / "smollm2").change(seed=seed)
+    settings = settings.change(base_model=str(model or out / "smollm2"), seed=seed)
     rates = (0.25, 0.5, 0.85)
     report = tables.run("overfit", settings, out, seeds=1, factors=(1.0,), shared_rates=rates)
     print_table(report.title, report.columns(), report.rows(), width=400)
@@ -96,22 +94,6 @@ def run(
     print_table(title, [*columns_of("model", *TASKS), ("", "left")], cells)
     print(f"dense model: {out / tables.XFT}   all answers: {out / 'eval'}")
     return {"models": models, "exact_match": rows, "summary": report.summary}
-
-
-def _placed(recipe: Recipe, model: Path) -> Recipe:
-    """Return the recipe for a model, with bfloat16 autocast if this machine multiplies faster in
-    it.
-    """
-    if torch.cuda.is_available():
-        is_quick = torch.cuda.is_bf16_supported()
-    else:
-        capabilities = torch.cpu.get_capabilities()
-        is_quick = any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16"))
-    return recipe.change(
-        base_model=str(model),
-        sft__bf16=recipe.sft.bf16 or is_quick,
-        tune__bf16=recipe.tune.bf16 or is_quick,
-    )
 
 
 def transcript(folder: Path, tasks: Path, count: int = 5) -> str:

@@ -14,6 +14,7 @@ template <class T>
 struct Step {
     static constexpr int DEPTH = 1, WIDTH = LANES;
     typedef vf Elements;
+    typedef float Multiplied;  // the type of rows that many columns are multiplied with
     static Elements get(const T* p) { return load(p); }
     static Elements get_part(const T* p, int64_t n) { return load_part(p, n); }
     static Elements repeat(const T* p) { return all(scalar(*p)); }
@@ -25,6 +26,7 @@ template <>
 struct Step<bf16> {
     static constexpr int DEPTH = 2, WIDTH = 2 * LANES;
     typedef __m512bh Elements;
+    typedef bf16 Multiplied;
     static Elements get(const bf16* p) {
         Elements v;
         memcpy(&v, p, sizeof v);
@@ -253,6 +255,22 @@ void packed_rows(
     } while (k < length);
 }
 
+// Rows as they are multiplied. Without the bfloat16 instruction they become float32 once, not again for each strip.
+template <class T, int64_t ROWS, int64_t LENGTH, class Multiplied = typename Step<T>::Multiplied>
+struct Widened {
+    static constexpr int64_t STRIDE = LENGTH + 64 / sizeof(float);  // not a multiple of the distance of a cache's sets
+    alignas(64) Multiplied rows[ROWS * STRIDE];
+    const Multiplied* row(int64_t m, const T* from, int64_t length) {
+        Multiplied* const to = rows + m * STRIDE;
+        for (int64_t i = 0; i < length; i += LANES) store_up_to(to + i, load_up_to(from + i, lanes(length - i)), lanes(length - i));
+        return to;
+    }
+};
+template <class T, int64_t ROWS, int64_t LENGTH>
+struct Widened<T, ROWS, LENGTH, T> {
+    const T* row(int64_t, const T* from, int64_t) { return from; }
+};
+
 // `rows` rows at(r) times `width` columns, which lay(k, depth, panels) packs from element k on; calls finish(r, some, sums, distance)
 // when some rows are done. A panel's sums are `distance` floats after those of the previous one. `panels` has room for
 // Experts::product(width / PANEL, rows) floats.
@@ -263,6 +281,8 @@ inline void product(
     float* const out = panels + REACH * width;
     const bool whole = length > REACH;  // the sums of all rows are kept until the last elements are added
     const int64_t distance = (whole || rows < ROWS ? rows : ROWS) * PANEL;
+    typedef typename Step<T>::Multiplied Multiplied;
+    Widened<T, ROWS, REACH> widened;
     int64_t k = 0;
     do {
         const bool last = length - k <= REACH;
@@ -270,11 +290,11 @@ inline void product(
         lay(k, depth, panels);
         for (int64_t r = 0; r < rows; r += ROWS) {
             const int64_t some = rows - r < ROWS ? rows - r : ROWS;
-            const T* x[ROWS];
-            for (int64_t m = 0; m < some; m++) x[m] = at(r + m) + k;
+            const Multiplied* x[ROWS];
+            for (int64_t m = 0; m < some; m++) x[m] = widened.row(m, at(r + m) + k, depth);
             float* const to = out + (whole ? r * PANEL : 0);
             for (int64_t n = 0; n < width; n += PANEL)
-                packed_rows<T>(x, some, panels + n * REACH, SIZE, depth, k > 0, to + n / PANEL * distance);
+                packed_rows<Multiplied>(x, some, panels + n * REACH, SIZE, depth, k > 0, to + n / PANEL * distance);
             if (last) finish(r, some, to, distance);
         }
         k += depth;

@@ -6,6 +6,7 @@ Any mistake raises a one-line ValueError with the key, the expected value and th
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
+import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from moe_runtime.config import one_line, shown
@@ -17,6 +18,16 @@ def _as_number(value: Any) -> Any:
         return float(value) if isinstance(value, str) else value
     except ValueError:
         return value
+
+
+def _as_bf16(value: Any) -> Any:
+    """Resolve `auto`: whether this machine multiplies faster in bfloat16 than in float32."""
+    if value != "auto":
+        return value
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported()
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16"))
 
 
 Count = Annotated[int, Field(ge=1)]
@@ -109,7 +120,8 @@ class Training(Node):
     weight_decay: Number = 0.0
     schedule: Schedule = "linear"
     max_grad_norm: AnyNumber = -1.0  # -1: no clipping
-    bf16: bool = False
+    # autocast; auto: where this machine multiplies faster in bfloat16
+    bf16: Annotated[bool, BeforeValidator(_as_bf16)] = False
     gradient_checkpointing: bool = False
     # steps between checkpoints, from which an interrupted run resumes
     save_steps: Count | None = None

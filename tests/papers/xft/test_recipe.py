@@ -25,20 +25,8 @@ SMALL = {
 REAL = ("deepseek-coder-1.3b", "stablecode-3b", "tinyllama-1.1b")
 
 
-NAMES = [
-    *REAL,
-    "demo",
-    "demo-tiny",
-    "overfit",
-    "smollm2",
-    "smollm2-overfit",
-    "tiny",
-]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", shipped_recipes("xft"))
 def test_a_shipped_recipe_survives_its_dict(name):
-    assert shipped_recipes("xft") == sorted(NAMES)
     recipe = load_recipe(name)
     assert recipe.name == name
     assert recipe.method == "xft"
@@ -69,6 +57,13 @@ def test_the_trainings_are_the_papers(name):
     assert (recipe.ewa.share, recipe.ewa.schedule) == (0.3, "constant")
     assert recipe.dtype == "bfloat16"
     assert (recipe.data.prompt, recipe.data.max_length) == ("magicoder", 1024)
+
+
+@pytest.mark.parametrize("fast", (True, False))
+def test_auto_bf16_follows_the_machine(monkeypatch, fast):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": fast})
+    assert Training(**TRAINING, bf16="auto").bf16 is fast
 
 
 @pytest.mark.parametrize(

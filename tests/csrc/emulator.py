@@ -117,7 +117,8 @@ def _kernels(folder: Path, edit: Edit | None) -> str:
         return text
     sources = [path for path in sorted(CSRC.glob("*.cu")) if "__global__" in path.read_text()]
     made = [_compile(folder, path, edit, PTX_FLAGS, ".ptx") for path in sources]
-    return "\0".join(path.read_text() for path in made)
+    text = "\0".join(path.read_text() for path in made)
+    return re.sub(r'(\.file\t\d+ ").*/', r"\1", text)  # without this machine's folders
 
 
 def _compile(

@@ -23,10 +23,12 @@ SMALL = {
     "mix": TRAINING,
 }
 REAL = ("deepseek-coder-1.3b", "stablecode-3b", "tinyllama-1.1b")
+NAMES = [*REAL, "demo", "demo-tiny", "overfit", "smollm2", "smollm2-overfit", "tiny"]
 
 
-@pytest.mark.parametrize("name", shipped_recipes("xft"))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_shipped_recipe_survives_its_dict(name):
+    assert shipped_recipes("xft") == sorted(NAMES)
     recipe = load_recipe(name)
     assert recipe.name == name
     assert recipe.method == "xft"

@@ -5,8 +5,13 @@ are installed.
 import importlib
 import os
 import sys
+import time
+from pathlib import Path
 
 from moe_runtime.io import signals
+
+LOAD = Path("/proc/loadavg")
+LOOKS = 5
 
 
 def main(commands: str = "moe_runtime.cli.app") -> None:
@@ -46,6 +51,19 @@ def _run(app) -> None:
         raise
 
 
+def _others_running() -> int:
+    """Return how many other threads of the machine run or wait for a core, the least of a few
+    looks; 0 on systems that do not tell.
+
+    The load average would still count what has ended, such as an installation.
+    """
+    counts = []
+    while LOAD.exists() and len(counts) < LOOKS:
+        time.sleep(0.004)
+        counts.append(int(LOAD.read_text().split()[3].partition("/")[0]) - 1)
+    return min(counts, default=0)
+
+
 def _set_environment() -> None:
     """Disable other packages' progress bars in logs and their advice, and let OpenMP's threads
     spin for less than a millisecond before they sleep; must be called before the packages are
@@ -55,7 +73,7 @@ def _set_environment() -> None:
     cores (docs/cpu.md).
     """
     if "OMP_WAIT_POLICY" not in os.environ:
-        shared = os.getloadavg()[0] > (os.cpu_count() or 1) / 4
+        shared = _others_running() > (os.cpu_count() or 1) / 4
         os.environ.setdefault("GOMP_SPINCOUNT", "1000" if shared else "10000")
     if not sys.stderr.isatty():
         for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):

@@ -160,12 +160,7 @@ def bar(title: str, unit: str = "step", shown: bool = True) -> Iterator[Callable
             return None
         following = now - start + EVERY
         done, total = latest
-        reached = ""
-        if total:
-            sizes = [done, total]
-            if unit == "B":
-                sizes = [tqdm.format_sizeof(value) if value else value for value in sizes]
-            reached = f" at {sizes[0]}/{sizes[1]}"
+        reached = f" at {done / total:.0%}" if total else ""
         return f"{title}: still working{reached} after {_interval(now - start)}"
 
     with tqdm(

@@ -15,7 +15,7 @@ No other file uses private names of torch (tests/test_lints.py). Without one of 
     has_matrix_tiles      few rows are computed by our vector kernels instead of torch's with tiles
     wait_on_gpu           a timing on a GPU may include the host's time for the launch
     disable_dynamo        torch.compiler.disable, which imports the compiler (one second)
-    fake_mode, is_fake    tensors without data are on the meta device
+    fake_mode             tensors without data are on the meta device
 """
 
 import contextlib
@@ -171,12 +171,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     for leaf in _pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Return whether `tensor` has a shape but no data, though its device may be a real one."""
-    fake = sys.modules.get("torch._subclasses.fake_tensor")
-    return isinstance(tensor, getattr(fake, "FakeTensor", ()))
 
 
 def fake_mode() -> contextlib.AbstractContextManager:

@@ -30,7 +30,7 @@ from moe_runtime.ops.expert_rows import (
     with_router,
 )
 from moe_runtime.ops.library import Tensors, wide_dtype
-from moe_runtime.ops.products import mm
+from moe_runtime.ops.products import NARROW, is_slow, mm
 from moe_runtime.ops.workspace import scratch
 
 ALONE_FROM = 24  # tokens; below, gathering costs less than handling the shared expert separately
@@ -51,18 +51,14 @@ def activate(activation: Activation, z: Tensor, weight: Tensor | None, h: Tensor
     is_wide = z.dtype in (torch.float32, torch.float64)
     act = ACT[activation.act]
     for rows in _blocks(z.shape[0], h.shape[1]):
-        gate, up = activation.split(z[rows])
+        gate, up = activation.split(z[rows] if is_wide else z[rows].float())
         block = h[rows]
         if up is not None and activation.interleaved:  # a copy costs less than strided passes
             gate = gate.contiguous()
             up = up.contiguous()
-        if not is_wide:
-            gate = gate.float()
         value = act(activation.below(gate))
         if up is not None:
-            if activation.limit is not None or activation.up_offset:
-                up = activation.shifted(up.to(value.dtype))
-            value = torch.mul(value, up, out=block if is_wide else value)
+            value = torch.mul(value, activation.shifted(up), out=block if is_wide else value)
         if weight is not None:
             value.mul_(weight[rows, None])
         if value is not block:
@@ -204,7 +200,7 @@ def forward(
 def _grouped(experts: ExpertStacks, x: Tensor, R: int) -> bool:
     """Return whether torch's grouped_mm supports these experts and is faster than our loop.
 
-    It is faster for few rows.
+    It is faster for few rows; in slow bfloat16 only for those that our loop does not convert.
     """
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
         return False
@@ -215,7 +211,8 @@ def _grouped(experts: ExpertStacks, x: Tensor, R: int) -> bool:
     # rows of its operands must be multiples of 16 bytes
     whole = 16 // x.element_size()
     fits = x.shape[1] % whole == 0 and down.shape[2] % whole == 0
-    return fits and 0 < R <= GROUPED * up.shape[0]
+    most = NARROW if is_slow(x, R) else GROUPED
+    return fits and 0 < R <= most * up.shape[0]
 
 
 def _up_grouped(

@@ -241,7 +241,6 @@ def test_tune_resumes_after_an_interruption_and_doctor_finds_the_file(run, clock
     assert f"{path}: 2 measured here" in run("doctor", "--verbose").stdout
     lines = succeed(run, "tune", *sizes, "--overwrite").stdout.splitlines()
     assert lines[-1] == f"{path}: 2 measured"
-    tiles.read_tuned.cache_clear()
     path.write_text("{")
     tiles.read_tuned.cache_clear()
     assert f"error: {path} is not a file of `moe-runtime tune`" in run("doctor", "--verbose").stdout
@@ -259,9 +258,10 @@ def test_tune_ends_where_the_context_is_lost(run, clock, sizes, monkeypatch):
     assert "illegal memory access). Rerun the command" in out.stderr
 
 
-def test_openmps_threads_spin_less_where_cores_are_shared(monkeypatch):
-    for load, count in ((0, "10000"), (1e4, "1000")):
+def test_openmps_threads_spin_less_where_cores_are_shared(monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "LOAD", tmp_path / "loadavg")
+    for load, count in (("1/99", "10000"), ("9999/9999", "1000")):
+        cli.LOAD.write_text(f"9 9 9 {load}")
         monkeypatch.setattr(cli.os, "environ", {})
-        monkeypatch.setattr(cli.os, "getloadavg", lambda: [load])  # noqa: B023
         cli._set_environment()
         assert cli.os.environ["GOMP_SPINCOUNT"] == count

@@ -82,7 +82,7 @@ def test_long_work_without_an_update_says_that_it_goes_on(clock, monkeypatch):
         with console.bar("answering", "request") as update:
             update(0, 16)
             clock.now += 60
-            printed = wait_for(clock, "answering: still working at 0/16 after 01:00\n")
+            printed = wait_for(clock, "answering: still working at 0% after 01:00\n")
             assert "moe-runtime" not in printed.partition("answering")[2]
         with (
             open(os.devnull, "w") as null,

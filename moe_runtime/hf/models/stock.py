@@ -125,10 +125,6 @@ _COMMON = (
 )
 
 
-def _head_dim(config) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
 def is_exact(to: str, moe: MoEConfig) -> bool:
     """Return whether the stock family `to` computes the gate of `moe`."""
     return moe.gate in STOCK[to].gates or (

@@ -282,16 +282,16 @@ def each_row(
     collator: Callable,
     batch_size: int = 32,
     bf16: bool = False,
-    by_length: bool = False,
+    column: str = "input_ids",
     device: torch.device | None = None,
 ) -> list:
     """Return the results of `take(model, batch)`, one per example of a batch, in the order of the
     rows and in eval mode.
 
     Every process must call it: each processes its share of the rows, and all return the whole.
-    `bf16` computes under autocast, `by_length` batches rows of similar length, `device` is that of
-    the batches, by default the process's. Raises ValueError for a token that is not in the model's
-    vocabulary.
+    Batches have rows of similar length, that of their `column`. `bf16` computes under autocast,
+    `device` is that of the batches, by default the process's. Raises ValueError for a token that is
+    not in the model's vocabulary.
     """
     from accelerate.utils import send_to_device
 
@@ -299,10 +299,8 @@ def each_row(
     rank = state().process_index
     ranks = state().num_processes
     device = device or state().device
-    order = range(len(rows))
-    if by_length:
-        lengths = [len(ids) for ids in rows["input_ids"]]
-        order = sorted(order, key=lambda number: -lengths[number])
+    lengths = list(map(len, rows[column]))
+    order = sorted(range(len(rows)), key=lambda number: -lengths[number])
     # the same number for every rank, as the forward pass of a sharded model waits for the others
     count = math.ceil(len(rows) / ranks)
     numbers = [order[min(rank + i * ranks, len(rows) - 1)] for i in range(count)]

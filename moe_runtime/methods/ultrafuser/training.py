@@ -260,7 +260,15 @@ def fuser_losses(
         return sums_of(out.loss, batch["labels"], out.logits.argmax(-1))
 
     return means_of(
-        each_row(model, rows, take, collator=collator, batch_size=batch_size, bf16=bf16)
+        each_row(
+            model,
+            rows,
+            take,
+            collator=collator,
+            batch_size=batch_size,
+            bf16=bf16,
+            column="response_ids",
+        )
     )
 
 
@@ -281,4 +289,12 @@ def gate_weights(
         weight = model(**batch).gate_weight.float().cpu()
         return [row[:count].tolist() for row, count in zip(weight, counts, strict=True)]
 
-    return each_row(model, rows, take, collator=collator, batch_size=batch_size, bf16=bf16)
+    return each_row(
+        model,
+        rows,
+        take,
+        collator=collator,
+        batch_size=batch_size,
+        bf16=bf16,
+        column="response_ids",
+    )

@@ -147,7 +147,6 @@ def each_row(
         collator=pair_collator(tokenizer),
         batch_size=batch_size,
         bf16=bf16,
-        by_length=True,
         device=device,
     )
 

@@ -21,6 +21,7 @@ MAY_SYNC = {
     "frozen_mlp_torch.py": "the torch and cpp backends: they loop over experts on the host",
     "moe_mlp_torch.py": "the torch backend: it loops over experts on the host",
     "workspace.py": "the torch backend's memory",
+    "dispatch.py:_sorted_on_cpu": "keys on the host",
     "all_to_all.py:_split_sizes": "torch.distributed takes split sizes from the host",
     "grouped_gemm.py:_segments": "the torch backend's offsets",
     "expert_rows.py:trained_rows": "the CPU's backends, which loop over experts on the host",

@@ -12,7 +12,6 @@ no expert owns its row.
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,20 +53,19 @@ define(
 
 
 def sort_slots(topk_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return expert_offsets [E + 1] int32 and row_slot [R] int64.
-
-    Computed by numpy, which on 2 cores is two to five times as fast as torch for up to 64k slots.
-    """
+    """Return expert_offsets [E + 1] int32 and row_slot [R] int64."""
     # a narrower dtype might not hold num_experts, the marker of a dropped slot
-    ids = topk_idx.reshape(-1).long().numpy(force=True)
-    narrow = "int16" if num_experts < 32767 else "int32"  # 16-bit keys halve the radix sort's work
-    keys = np.where((ids < 0) | (ids >= num_experts), num_experts, ids).astype(narrow)
-    row_slot = keys.argsort(kind="stable")
-    offsets = keys[row_slot].searchsorted(np.arange(num_experts + 1, dtype=narrow))
-    return (
-        torch.as_tensor(offsets, dtype=torch.int32, device=topk_idx.device),
-        torch.as_tensor(row_slot, device=topk_idx.device),
-    )
+    expert = topk_idx.reshape(-1).long()
+    narrow = torch.int16 if num_experts < 32767 else torch.int32  # 16 bits halve the radix sort
+    expert = torch.where((expert < 0) | (expert >= num_experts), num_experts, expert).to(narrow)
+    row_slot = _sorted_on_cpu(expert) if expert.is_cpu else expert.argsort(stable=True)
+    experts = torch.arange(num_experts + 1, dtype=narrow, device=expert.device)
+    return torch.searchsorted(expert[row_slot], experts, out_int32=True), row_slot
+
+
+def _sorted_on_cpu(keys: Tensor) -> Tensor:
+    """Return the stable order of `keys` [R]; up to 64k numpy takes 0.2 to 0.5 of torch's time."""
+    return torch.from_numpy(keys.numpy().argsort(kind="stable"))
 
 
 def invert(row_slot: Tensor) -> Tensor:

@@ -211,7 +211,7 @@ def _grouped(experts: ExpertStacks, x: Tensor, R: int) -> bool:
     # rows of its operands must be multiples of 16 bytes
     whole = 16 // x.element_size()
     fits = x.shape[1] % whole == 0 and down.shape[2] % whole == 0
-    most = NARROW if is_slow(x, R) else GROUPED
+    most = NARROW if is_slow(x) else GROUPED
     return fits and 0 < R <= most * up.shape[0]
 
 

@@ -9,16 +9,16 @@ SLOW = ("AVX2", "DEFAULT")
 NARROW = 12  # rows up to which converting the other matrix takes longer; 2026-11-28
 
 
-def is_slow(a: Tensor, rows: int) -> bool:
-    """Return whether this CPU multiplies `rows` rows of a's dtype faster in float32."""
-    if a.dtype is not torch.bfloat16 or not a.is_cpu or rows <= NARROW:
+def is_slow(a: Tensor) -> bool:
+    """Return whether this CPU multiplies the rows of `a` faster in float32."""
+    if a.dtype is not torch.bfloat16 or not a.is_cpu or a.shape[0] <= NARROW:
         return False
     return torch.backends.cpu.get_cpu_capability() in SLOW
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Compute torch.mm."""
-    if not is_slow(a, a.shape[0]):
+    if not is_slow(a):
         return torch.mm(a, b, out=out)
     product = torch.mm(a.float(), b.float())
     if out is None:
@@ -28,7 +28,7 @@ def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 def addmm(c: Tensor, a: Tensor, b: Tensor, out: Tensor | None = None, alpha: float = 1) -> Tensor:
     """Compute torch.addmm: c + alpha a b."""
-    if not is_slow(a, a.shape[0]):
+    if not is_slow(a):
         return torch.addmm(c, a, b, alpha=alpha, out=out)
     total = torch.addmm(c.float(), a.float(), b.float(), alpha=alpha)
     if out is None:

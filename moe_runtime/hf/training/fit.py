@@ -300,7 +300,7 @@ def each_row(
     ranks = state().num_processes
     device = device or state().device
     lengths = list(map(len, rows[column]))
-    order = sorted(range(len(rows)), key=lambda number: -lengths[number])
+    order = sorted(range(len(rows)), key=lengths.__getitem__, reverse=True)
     # the same number for every rank, as the forward pass of a sharded model waits for the others
     count = math.ceil(len(rows) / ranks)
     numbers = [order[min(rank + i * ranks, len(rows) - 1)] for i in range(count)]

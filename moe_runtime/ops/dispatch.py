@@ -57,7 +57,8 @@ def sort_slots(topk_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     # a narrower dtype might not hold num_experts, the marker of a dropped slot
     expert = topk_idx.reshape(-1).long()
     narrow = torch.int16 if num_experts < 32767 else torch.int32  # 16 bits halve the radix sort
-    expert = torch.where((expert < 0) | (expert >= num_experts), num_experts, expert).to(narrow)
+    is_dropped = (expert < 0) | (expert >= num_experts)
+    expert = expert.masked_fill(is_dropped, num_experts).to(narrow)
     row_slot = _sorted_on_cpu(expert) if expert.is_cpu else expert.argsort(stable=True)
     experts = torch.arange(num_experts + 1, dtype=narrow, device=expert.device)
     return torch.searchsorted(expert[row_slot], experts, out_int32=True), row_slot

@@ -30,12 +30,13 @@ from moe_runtime.ops.expert_rows import (
     with_router,
 )
 from moe_runtime.ops.library import Tensors, wide_dtype
-from moe_runtime.ops.products import NARROW, is_slow, mm
+from moe_runtime.ops.products import is_slow, mm
 from moe_runtime.ops.workspace import scratch
 
 ALONE_FROM = 24  # tokens; below, gathering costs less than handling the shared expert separately
 # average rows per expert up to which torch's grouped_mm is faster than our loop; 2026-11-22
 GROUPED = 48
+NARROW = 12  # the same where our loop converts weights in bfloat16 to float32; 2026-11-28
 # rows of one elementwise block times I; measured on 2 cores with 1 MB of L2 each, 2026-11-20
 BLOCK_ELEMENTS = 1 << 18
 
@@ -200,7 +201,7 @@ def forward(
 def _grouped(experts: ExpertStacks, x: Tensor, R: int) -> bool:
     """Return whether torch's grouped_mm supports these experts and is faster than our loop.
 
-    It is faster for few rows; in slow bfloat16 only for those that our loop does not convert.
+    It is faster for few rows; for fewer in slow bfloat16, which our loop does not use.
     """
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
         return False

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 SLOW = ("AVX2", "DEFAULT")
-NARROW = 12  # rows up to which converting the other matrix takes longer; 2026-11-28
 
 
 def is_slow(a: Tensor) -> bool:
-    """Return whether this CPU multiplies the rows of `a` faster in float32."""
-    if a.dtype is not torch.bfloat16 or not a.is_cpu or a.shape[0] <= NARROW:
+    """Return whether this CPU multiplies matrices in a's dtype faster in float32."""
+    if a.dtype is not torch.bfloat16 or not a.is_cpu:
         return False
     return torch.backends.cpu.get_cpu_capability() in SLOW
 

@@ -245,6 +245,9 @@ def training_of(encoder: Encoder, sampler: Sampler[int] | None = None) -> dict[s
     }
 
 
+_each_row = functools.partial(each_row, column="response_ids")
+
+
 def fuser_losses(
     model: nn.Module,
     rows: Sequence[Mapping[str, Any]],
@@ -260,15 +263,7 @@ def fuser_losses(
         return sums_of(out.loss, batch["labels"], out.logits.argmax(-1))
 
     return means_of(
-        each_row(
-            model,
-            rows,
-            take,
-            collator=collator,
-            batch_size=batch_size,
-            bf16=bf16,
-            column="response_ids",
-        )
+        _each_row(model, rows, take, collator=collator, batch_size=batch_size, bf16=bf16)
     )
 
 
@@ -289,12 +284,4 @@ def gate_weights(
         weight = model(**batch).gate_weight.float().cpu()
         return [row[:count].tolist() for row, count in zip(weight, counts, strict=True)]
 
-    return each_row(
-        model,
-        rows,
-        take,
-        collator=collator,
-        batch_size=batch_size,
-        bf16=bf16,
-        column="response_ids",
-    )
+    return _each_row(model, rows, take, collator=collator, batch_size=batch_size, bf16=bf16)

@@ -218,6 +218,7 @@ def interleaved(benchmark, request):
             measured |= clock.totals(measured, held())
         for variant, row in (details or {}).items():
             measured[variant] = measured.get(variant, {}) | row
+        info["ceilings"] = ceilings(computed, option("--tiny"))  # the best before and after
         info["rounds"] = len(next(iter(times.values())))
         info["rows"] = clock.rows_of(
             times,

@@ -117,21 +117,24 @@ def cuda_table(paths: list[str | Path]) -> list[dict]:
 
 
 def machine(paths: list[str | Path]) -> str:
-    """Return a line per combination of machine, versions and ceilings in the files."""
-    ceilings: dict[str, dict[str, None]] = {}
+    """Return a line per combination of machine and versions in the files, with best ceilings."""
+    machines: dict[str, dict[str, dict[str, float]]] = {}
     for _, info in _infos(paths):
         words = []
         for name in ABOUT:
             if info.get(name, "none") != "none":
                 words.append(f"{name} {info[name]}")
-        known = ceilings.setdefault(", ".join(words), {})
-        limits = []
+        best = machines.setdefault(", ".join(words), {}).setdefault(info["dtype"], {})
         for unit, value in info["ceilings"].items():
-            digits = 0 if value >= 10 else 3
-            limits.append(f"{value:,.{digits}f} {unit}")
-        if limits:
-            known[f"ceilings of {info['dtype']} {', '.join(limits)}"] = None
-    return "\n".join(f"* {', '.join([line, *limits])}" for line, limits in ceilings.items())
+            best[unit] = max(value, best.get(unit, 0.0))
+    lines = []
+    for line, dtypes in machines.items():
+        for dtype, best in dtypes.items():
+            limits = [f"{value:,.4g} {unit}" for unit, value in best.items()]
+            if limits:
+                line += f", ceilings of {dtype} {', '.join(limits)}"
+        lines.append(f"* {line}")
+    return "\n".join(lines)
 
 
 def outcomes(paths: list[Path]) -> str:

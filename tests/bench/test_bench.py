@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime.bench import clock, goals, machine, report, shapes
+from moe_runtime.bench import ceilings, clock, goals, machine, report, shapes
 from moe_runtime.bench.bench_layer import LayerVariants
 from moe_runtime.bench.records import ABOUT, Records, benchmarks
 from moe_runtime.tools import tune
@@ -193,6 +193,16 @@ def test_share_is_that_of_the_nearer_ceiling():
     }
     assert clock.rows_of({"a": [1.0]}, {}, 2e12, 0, limits)["a"]["share"] == 0.5
     assert "share" not in clock.rows_of({"a": [1.0]}, {}, 0, 0, limits)["a"]
+
+
+def test_the_best_ceiling_counts(monkeypatch):
+    peaks = [0.12, 0.23, 0.2]
+    monkeypatch.setattr(ceilings, "CUDA", False)
+    monkeypatch.setattr(ceilings, "_BEST", {})
+    monkeypatch.setattr(ceilings, "_products", lambda *_: 0.1)
+    monkeypatch.setattr(ceilings, "_peak", lambda *_: peaks.pop(0))
+    best = [ceilings.ceilings(torch.float32, tiny=True)["TFLOP/s"] for _ in range(3)]
+    assert best == [0.12, 0.23, 0.23]
 
 
 MEMORY = """

@@ -4,19 +4,11 @@ graph breaks.
 
 import pytest
 
-from moe_runtime.native.library import cuda
 from tests.csrc import emulator
 from tests.ops import test_every_op as every_op
 
-pytestmark = emulator.needs_cxx
+pytestmark = [emulator.needs_cxx, pytest.mark.usefixtures("emulated")]
 NAMES = pytest.mark.parametrize("name", ["route", "dispatch", "combine", "merge_experts"])
-
-
-@pytest.fixture(autouse=True)
-def _emulated():
-    cuda.use(cuda.bind(emulator.build()))
-    yield
-    cuda.use(None)
 
 
 @NAMES

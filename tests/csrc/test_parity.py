@@ -25,13 +25,6 @@ needs_interpreter = pytest.mark.skipif(
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-@pytest.fixture(scope="module")
-def emulated():
-    cuda.use(cuda.bind(emulator.build()))
-    yield
-    cuda.use(None)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["route", "dispatch", "combine", "merge_experts", "merged_linear"])
 def test_is_the_equation(name, dtype):

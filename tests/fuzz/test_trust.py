@@ -21,6 +21,7 @@ from tests.fuzz.attempts import attempt
 from tests.hf import tiny
 from tests.support.captured import captured
 from tests.support.patience import PATIENCE
+from tests.support.pickled import Planted
 
 pytestmark = pytest.mark.stress
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,21 +110,11 @@ def test_no_source_loads_what_may_run():
     assert not bad, "\n".join(bad)
 
 
-class Touch:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
 @pytest.mark.parametrize("by", ["torch", "pickle"])
 def test_a_pickle_that_would_run_is_refused(tmp_path, by):
     touched = tmp_path / "touched"
     file = tmp_path / "pytorch_model.bin"
-    value = {"a": torch.zeros(2), "b": Touch(touched)}
+    value = {"a": torch.zeros(2), "b": Planted(touched)}
     torch.save(value, file) if by == "torch" else file.write_bytes(pickle.dumps(value))
 
     assert not attempt(lambda: load_tensors(file), file.name).is_read

@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import json
 
 import accelerate
 import pytest
@@ -28,6 +27,7 @@ from moe_runtime.ops import packed
 from tests.hf import tiny
 from tests.hf.dropin.test_layers import TOKENIZER
 from tests.support import cpu_build
+from tests.support.edited import edit_json
 from tests.support.fences import ROOT, fences
 
 SIZES = {
@@ -87,11 +87,6 @@ def quantized_of(model, form):
     quantized = copy.deepcopy(model)
     moe_runtime.quantize_experts(quantized, form)
     return quantized
-
-
-def edit_config(folder, **changes) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(read_json(path) | changes))
 
 
 def quant_method(folder) -> str:
@@ -531,6 +526,6 @@ def test_folders_that_cannot_be_loaded_are_refused(tmp_path):
         ({"quantization_config": {"quant_method": "awq"}}, "'awq'}, which load_quantized cannot"),
         ({"model_type": "no-such-model"}, "cannot be loaded by transformers"),
     ):
-        edit_config(nf4, **whole | changes)
+        edit_json(nf4 / "config.json", **whole | changes)
         with pytest.raises(ValueError, match=says):
             moe_runtime.load_quantized(nf4)

@@ -4,7 +4,6 @@ training starts.
 
 import contextlib
 import io
-import json
 import pickle
 import shutil
 from pathlib import Path
@@ -18,8 +17,8 @@ from transformers import TrainingArguments
 
 from moe_runtime.hf.training.checkpoint_files import check_checkpoint
 from moe_runtime.hf.training.trainer import MoETrainer
-from moe_runtime.io.files import read_json
 from tests.hf.tiny import VOCAB, dense
+from tests.support.edited import edit_json
 from tests.support.pickled import Planted
 
 ROWS = torch.randint(
@@ -190,8 +189,7 @@ def test_training_args_are_never_loaded(checkpoint, tmp_path):
     ids=str,
 )
 def test_a_trainer_state_that_cannot_be_is_refused(checkpoint, values):
-    path = checkpoint / "trainer_state.json"
-    path.write_text(json.dumps(read_json(path) | values))
+    edit_json(checkpoint / "trainer_state.json", **values)
     with pytest.raises(
         ValueError, match=r"trainer_state\.json is .* Resume from another checkpoint"
     ):

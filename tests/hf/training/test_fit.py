@@ -2,18 +2,16 @@
 examples.
 """
 
-import json
-
 import pytest
 import torch
 from transformers import TrainerCallback
 
 from moe_runtime.hf.training import fit
-from moe_runtime.io.files import read_json
 from moe_runtime.io.rows import tokenize_pairs
 from papers.engine.tiny import small_deepseek, small_llama, train_tokenizer
 from tests.hf import tiny
 from tests.hf.tiny import distance
+from tests.support.edited import edit_json
 
 PAIRS = [
     {
@@ -223,7 +221,7 @@ def test_a_resumed_training_remembers_its_best(tokenizer, rows, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run("b", save_steps=2, callbacks=[Stop()])
     history = tmp_path / "b" / "checkpoint-4" / "history.json"
-    history.write_text(json.dumps(read_json(history) | {"seconds": 1000.0}))
+    edit_json(history, seconds=1000.0)
     resumed, done = run("b", save_steps=2)
 
     assert done.history.seconds > 1000

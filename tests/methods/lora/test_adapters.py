@@ -3,7 +3,6 @@ moe_runtime.methods.lora.
 """
 
 import copy
-import json
 import shutil
 
 import pytest
@@ -14,12 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.models import modeling, swap
 from moe_runtime.hf.training.trainable import train_rows
-from moe_runtime.io.files import read_json
 from moe_runtime.methods import lora
 from moe_runtime.methods.lora import lora_layers, save_adapters, to_lora_moe, to_moe
 from moe_runtime.modules.moe import MoE
 from tests.hf import tiny
 from tests.hf.models.test_swap import snapshot
+from tests.support.edited import edit_json
 from tests.support.lora_models import adapters, alone, lora_model
 
 FORMS = pytest.mark.parametrize("form", ["block", "linear"])
@@ -140,8 +139,7 @@ def test_pairs_on_the_attention_go_to_the_backbone(backbone, with_attention):
 def edited(folder, out, tensors, values):
     """Copy an adapter folder with other settings, and with its tensors changed by `tensors`."""
     shutil.copytree(folder, out)
-    path = out / "adapter_config.json"
-    path.write_text(json.dumps(read_json(path) | values))
+    edit_json(out / "adapter_config.json", **values)
     file = out / "adapter_model.safetensors"
     save_file(tensors(load_file(file)), file)
     return out

@@ -3,7 +3,6 @@ exactly PEFT's changes.
 """
 
 import itertools
-import json
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from moe_runtime.io.files import read_json
 from moe_runtime.methods.lora import stacks
 from moe_runtime.methods.lora.adapters import is_pattern
 from moe_runtime.methods.lora.baseline import load_lora
+from tests.support.edited import edit_json
 from tests.support.peft_adapter import BOTH, adapted, as_written_by, deltas
 from tests.support.stock_moe import stock
 
@@ -193,8 +193,7 @@ def test_a_square_stack_that_stock_peft_transposes_is_refused_by_patch(tmp_path)
 
 
 def change_config(folder, **values):
-    path = folder / "adapter" / "adapter_config.json"
-    path.write_text(json.dumps(read_json(path) | values))
+    edit_json(folder / "adapter" / "adapter_config.json", **values)
 
 
 def half(layer: int, leaf: str = "experts", which: str = "A") -> str:

@@ -2,7 +2,6 @@
 comparisons of folders.
 """
 
-import json
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from moe_runtime.methods.shrink import (
 from tests.hf.tiny import upcycled
 from tests.methods.esft.test_runs import write_base
 from tests.methods.shrink.shrinks import statistics_of
+from tests.support.edited import edit_json
 from tests.support.fences import ROOT, fences
 from tests.support.flows import shrinkable
 from tests.support.stock_moe import batch, stock
@@ -177,8 +177,7 @@ def test_the_commands_from_text_to_a_comparison(home, tmp_path):
     statistics = "--statistics {out}/s.safetensors"
     # four routing groups of two experts cannot become smaller
     config = home / "base" / "config.json"
-    values = read_json(config)
-    config.write_text(json.dumps(values | {"n_group": 2, "topk_group": 2}))
+    edit_json(config, n_group=2, topk_group=2)
     told = invoke(f"prune {{base}} {{out}}/pruned {statistics} --keep 4", **base)
     assert "4 of 8 experts" in told
     invoke(f"merge {{base}} {{out}}/merged {statistics} --keep 4 --by m-smoe", **base)

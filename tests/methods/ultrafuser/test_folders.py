@@ -2,7 +2,6 @@
 their contents.
 """
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -18,6 +17,7 @@ from moe_runtime.methods.ultrafuser.specialists import fingerprint
 from papers.engine.tiny import train_tokenizer
 from tests.methods.ultrafuser import fusers
 from tests.support.checkpoints import assert_equal, snapshot
+from tests.support.edited import edit_json
 
 NAMES = ("prose", "code", "sums")
 TEMPLATES = ["ultralm", "{system}>{prompt}", "chat"]
@@ -186,11 +186,6 @@ def test_moved_specialists_and_dtypes(fused, sources, tmp_path):
         assert {p.dtype for p in loaded.specialists.parameters()} == {expected}
 
 
-def edit(folder, **changes):
-    path = folder / "fuser_config.json"
-    path.write_text(json.dumps(read_json(path) | changes))
-
-
 def test_folders_that_do_not_fit_are_refused(sources, tmp_path):
     copies = [
         shutil.copytree(
@@ -226,7 +221,7 @@ def test_folders_that_do_not_fit_are_refused(sources, tmp_path):
             "2 unexpected: up.bias, up.weight",
         ),
     ):
-        edit(folder, **changes)
+        edit_json(folder / "fuser_config.json", **changes)
         assert_refused(words)
     gate = load_file(folder / "gate.safetensors") | {"up.weight": torch.zeros(3, 3)}
     save_file(gate, folder / "gate.safetensors")

@@ -2,7 +2,6 @@
 anything is written.
 """
 
-import json
 from pathlib import Path
 from unittest import mock
 
@@ -10,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_runtime.io.files import read_json
 from moe_runtime.methods.xft import official as xft_official
 from moe_runtime.methods.xft.official import EXPERTS
 from tests.hf import tiny
 from tests.support import official_xft as released
 from tests.support.checkpoints import assert_equal, tensors
+from tests.support.edited import edit_json
 
 EXPERT = EXPERTS.format(1, "weight_up", 2)
 
@@ -33,12 +32,6 @@ def weighted(tmp_path) -> Path:
         tmp_path / "ffn",
     )
     return tmp_path / "weighted"
-
-
-def edit(folder: Path, **changes) -> None:
-    """Change config.json."""
-    file = folder / "config.json"
-    file.write_text(json.dumps(read_json(file) | changes))
 
 
 def edit_tensors(folder: Path, **changes) -> None:
@@ -110,7 +103,7 @@ def test_where_the_experts_of_a_weighted_model_are_looked_for(
     name = "model.layers.0.mlp.average_weights"
     logits = load_file(weighted / "model.safetensors")[name].bfloat16()
     edit_tensors(weighted, **{name: logits})
-    edit(weighted, ffn_folder_path=written.format(root=tmp_path))
+    edit_json(weighted / "config.json", ffn_folder_path=written.format(root=tmp_path))
     folder = tmp_path / beside
     folder.mkdir(exist_ok=True)
     for file in list((tmp_path / "ffn").iterdir()):
@@ -183,7 +176,7 @@ def test_a_pickle_that_asks_for_more_than_tensors_is_refused_and_not_run(
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_options_that_are_not_computed_here_are_refused(changes, match, theirs, tmp_path):
-    edit(theirs, **changes)
+    edit_json(theirs / "config.json", **changes)
     with pytest.raises(ValueError, match=match):
         xft_official.import_official(theirs, tmp_path / "out")
     assert list(tmp_path.iterdir()) == [theirs]

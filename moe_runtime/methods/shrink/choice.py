@@ -8,7 +8,8 @@ Pruning keeps the experts with the largest saliency:
 
 To a dense model (arXiv 2605.28207) goes what is likely to be needed by any token:
 
-    cp          sum_t g_{e,t} / count_e, the mean weight of an expert that is chosen      Eq. (3)
+    cp          sum_t p_{e,t} / count_e over the tokens that reach e, the mean probability of an
+                expert that is chosen, of the softmax over all experts             Eq. (3)
     acp         cp_e sqrt(mean_t |f_e(x_t)|^2)
     do-acp      greedily the expert that raises log det(M_S + r I) most, where
                 M_ij = sqrt(acp_i acp_j) mean_t <f_i(x_t), f_j(x_t)>, r = mean_i M_ii / K
@@ -26,9 +27,10 @@ from moe_runtime.config import check_choice
 PRUNE = ("frequency", "reap")
 DENSE = ("cp", "acp", "do-acp")
 NEEDED = {
-    "acp": ("norm", "seen"),
-    "do-acp": ("norm", "seen", "products"),
-}  # sums beside those of every pass
+    "cp": ("probability",),
+    "acp": ("probability", "norm", "seen"),
+    "do-acp": ("probability", "norm", "seen", "products"),
+}  # sums that a pass may lack
 
 Sums = Mapping[str, Tensor]  # of a layer
 
@@ -41,10 +43,10 @@ def saliency(sums: Sums, by: str) -> Tensor:
         return count
     if by == "reap":
         return sums["gate_norm"] / reached
-    weight = sums["gate"] / reached
+    probability = sums["probability"] / reached
     if by == "cp":
-        return weight
-    return weight * (sums["norm"] / sums["seen"]).sqrt()
+        return probability
+    return probability * (sums["norm"] / sums["seen"]).sqrt()
 
 
 def kept(sums: Sums, by: str, keep: int, groups: int = 1) -> list[int]:

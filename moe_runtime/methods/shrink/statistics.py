@@ -4,18 +4,19 @@ For expert e of a layer, over the tokens t that are not padding: l_{e,t} is the 
 p_{e,t} = softmax_e(l_t), g_{e,t} the weight that the router hands to the experts, 0 outside of the
 token's top K, and f_e(x_t) the expert's output.
 
-    count       [E]     sum_t 1[e in top K of t]
-    gate        [E]     sum_t g_{e,t}
-    gate_norm   [E]     sum_t g_{e,t} / (sum_j g_{j,t}) |f_e(x_t)|
+    count        [E]     sum_t 1[e in top K of t]
+    gate         [E]     sum_t g_{e,t}
+    gate_norm    [E]     sum_t g_{e,t} / (sum_j g_{j,t}) |f_e(x_t)|
+    probability  [E]     sum_t p_{e,t} 1[e in top K of t], if the router's logits can be read
 
 With `outputs`, every expert is run on every token, which costs E / K times the layer:
 
-    seen        []      the number of tokens
-    norm        [E]     sum_t |f_e(x_t)|^2
-    output      [E, H]  sum_t f_e(x_t)
-    gated       [E, H]  sum_t p_{e,t} f_e(x_t)
-    products    [E, E]  sum_t <f_i(x_t), f_j(x_t)>
-    logits      [E, E]  sum_t l_{i,t} l_{j,t}
+    seen         []      the number of tokens
+    norm         [E]     sum_t |f_e(x_t)|^2
+    output       [E, H]  sum_t f_e(x_t)
+    gated        [E, H]  sum_t p_{e,t} f_e(x_t)
+    products     [E, E]  sum_t <f_i(x_t), f_j(x_t)>
+    logits       [E, E]  sum_t l_{i,t} l_{j,t}
 
 Sums are float64. Outputs come from the layer's own experts, called with one expert per row, so any
 family, packed experts and experts on several ranks are supported.
@@ -45,8 +46,6 @@ from moe_runtime.hf.training.calibration import world
 from moe_runtime.io.checkpoint import write_tensors
 from moe_runtime.io.files import atomic_file
 
-ROUTED = ("count", "gate", "gate_norm")
-OUTPUTS = ("seen", "norm", "output", "gated", "products", "logits")
 CHUNK = 2**24  # numbers of all experts' outputs that are held at a time
 
 
@@ -128,19 +127,15 @@ class StatisticsRecorder:
         for number, layer in self.layers.items():
             see = functools.partial(self._see, number)
             self._handles.append(layer.module.register_forward_pre_hook(see, with_kwargs=True))
-            if outputs:
-                self._watch_router(model, number, layer)
-
-    def _watch_router(self, model: nn.Module, number: int, layer: RoutedLayer) -> None:
-        routers = routers_of(model, [layer])
-        if not routers:
-            raise ValueError(
-                f"{layer.name} has no router whose logits can be read, so its experts can only be "
-                "pruned by frequency or reap"
-            )
-        router, pick = routers[0]
-        catch = functools.partial(self._catch, number, pick)
-        self._handles.append(router.register_forward_hook(catch))
+            routers = routers_of(model, [layer])
+            if outputs and not routers:
+                raise ValueError(
+                    f"{layer.name} has no router whose logits can be read, so its experts can only "
+                    "be pruned by frequency or reap"
+                )
+            for router, pick in routers[:1]:
+                catch = functools.partial(self._catch, number, pick)
+                self._handles.append(router.register_forward_hook(catch))
 
     def _catch(self, number: int, pick, module, args, out) -> None:
         if self._call.is_open:
@@ -161,10 +156,12 @@ class StatisticsRecorder:
         if number == next(iter(self.layers)):
             self.tokens += int(live.sum())
             self.top_k = idx.shape[1]
-        found = _routed(module, x, idx, weight.reshape(idx.shape).float(), live)
+        logits = None
+        if number in self._logits:
+            logits = self._logits.pop(number)[:, : module.num_experts].to(x.device)
+        found = _routed(module, x, idx, weight.reshape(idx.shape).float(), live, logits)
         if self.outputs:
-            logits = self._logits.pop(number)[:, : module.num_experts]
-            found |= _outputs(module, x[live], logits.to(x.device)[live])
+            found |= _outputs(module, x[live], logits[live])
         sums = self._sums[number]
         for name, tensor in found.items():
             sums[name] = sums[name].to(tensor.device) + tensor if name in sums else tensor
@@ -181,19 +178,18 @@ class StatisticsRecorder:
     def read(self, facts: Mapping[str, Any], *, reduce: bool = False) -> ExpertStatistics:
         """Return the sums so far; `reduce` adds those of torch.distributed's other processes."""
         layers = {}
+        reduce = reduce and world()[0] > 1
+        device = next(next(iter(self.layers.values())).module.parameters()).device
         tokens = torch.tensor(self.tokens)
-        if reduce and world()[0] > 1:
-            tokens = _summed(tokens, self._device())
+        if reduce:
+            tokens = _summed(tokens, device)
         for number, sums in self._sums.items():
             layers[number] = {}
             for name, tensor in sums.items():
-                if reduce and world()[0] > 1:
-                    tensor = _summed(tensor, self._device())
+                if reduce:
+                    tensor = _summed(tensor, device)
                 layers[number][name] = tensor.cpu()
         return ExpertStatistics(layers, int(tokens), self.top_k, facts)
-
-    def _device(self) -> torch.device:
-        return next(next(iter(self.layers.values())).module.parameters()).device
 
     def __enter__(self) -> "StatisticsRecorder":
         return self
@@ -231,9 +227,11 @@ def _summed(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _routed(
-    module: nn.Module, x: Tensor, idx: Tensor, weight: Tensor, live: Tensor
+    module: nn.Module, x: Tensor, idx: Tensor, weight: Tensor, live: Tensor, logits: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return the sums of ROUTED over the tokens `live` of x [T, H], with ids and weights [T, K]."""
+    """Return the sums of every pass over the tokens `live` of x [T, H], with ids and weights [T, K]
+    and, if they can be read, the router's logits [T, E].
+    """
     E = module.num_experts
     T, K = idx.shape
     ones = torch.ones(T * K, 1, dtype=weight.dtype, device=x.device)
@@ -246,6 +244,8 @@ def _routed(
     share = weight / weight.sum(-1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)
     ids = idx.long().clamp(0, E - 1).flatten()
     values = {"count": counted, "gate": weight, "gate_norm": share * norm * counted}
+    if logits is not None:
+        values["probability"] = logits.softmax(-1).gather(1, ids.view(T, K)) * counted
     sums = {}
     for name, value in values.items():
         total = torch.zeros(E, dtype=torch.float64, device=x.device)
@@ -254,14 +254,14 @@ def _routed(
 
 
 def _outputs(module: nn.Module, x: Tensor, logits: Tensor) -> dict[str, Tensor]:
-    """Return the sums of OUTPUTS over all tokens of x [T, H] with the router's logits [T, E]."""
+    """Return the sums of `outputs` over all tokens of x [T, H] with the router's logits [T, E]."""
     E = module.num_experts
     H = x.shape[1]
     shapes = {"norm": (E,), "output": (E, H), "gated": (E, H), "products": (E, E)}
     sums = {}
     for name, shape in shapes.items():
         sums[name] = torch.zeros(shape, dtype=torch.float64, device=x.device)
-    sums["seen"] = torch.tensor(float(len(x)), dtype=torch.float64, device=x.device)
+    sums["seen"] = x.new_tensor(len(x), dtype=torch.float64)
     sums["logits"] = logits.double().t() @ logits.double()
     size = max(1, CHUNK // (E * H))
     for part, scores in zip(x.split(size), logits.split(size), strict=True):
@@ -293,8 +293,8 @@ def check_layers(
         missing = [name for name in needed if name not in sums]
         if missing:
             raise ValueError(
-                f"The statistics lack {', '.join(missing)}. Score the model with --outputs, which "
-                "runs every expert on every token"
+                f"The statistics lack {', '.join(missing)}. Score the model again, with --outputs, "
+                "which runs every expert on every token"
             )
         if not sums["count"].any():
             raise ValueError(

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from moe_runtime.methods.shrink import choice, groups
 
-# of CerebrasResearch/reap at 1970473 and SamsungSAILMontreal/ream at 84a3030, run on `drawn`
+# of CerebrasResearch/reap at 1970473, SamsungSAILMontreal/ream at 84a3030 and, for cp, the code of
+# huggingface/peft#3604 at 938b558, run on `drawn`
 OFFICIAL = json.loads(Path(__file__).with_name("official.json").read_text("utf-8"))
 E, T, H, K = 12, 40, 6, 3
 KEEP = 5
@@ -31,7 +32,7 @@ def sums_of(case: int) -> dict[str, Tensor]:
     share = chosen / chosen.sum(-1, keepdim=True)
     norm = outputs.norm(dim=-1).t().gather(1, idx)
     sums = {"seen": torch.tensor(float(T), dtype=torch.float64)}
-    values = {"count": torch.ones(T, K), "gate": chosen, "gate_norm": share * norm}
+    values = {"count": torch.ones(T, K), "probability": chosen, "gate_norm": share * norm}
     for name, value in values.items():
         total = torch.zeros(E, dtype=torch.float64)
         sums[name] = total.index_add(0, idx.flatten(), value.double().flatten())
@@ -54,7 +55,9 @@ def test_the_official_code_s_choices(case):
     official = OFFICIAL[case]
     sums = sums_of(int(case))
     assert choice.saliency(sums, "reap").tolist() == pytest.approx(official["reap"], abs=1e-5)
-    assert choice.kept(sums, "reap", KEEP) == official["reap_kept"]
+    assert choice.saliency(sums, "cp").tolist() == pytest.approx(official["cp"], abs=1e-5)
+    for by in ("reap", "cp"):
+        assert choice.kept(sums, by, KEEP) == official[f"{by}_kept"]
     assert sums["count"].tolist() == official["frequency"]
     for by, name in (("m-smoe", "m_smoe"), ("hc-smoe", "hc_smoe"), ("ream", "ream")):
         found = groups.grouped(sums, by, KEEP, group_size=4)
@@ -88,8 +91,8 @@ def test_each_routing_group_keeps_as_many():
 
 def test_do_acp_maximizes_the_determinant_greedily():
     sums = sums_of(1)
-    weight = sums["gate"] / sums["count"]
-    acp = weight * (sums["norm"] / T).sqrt()
+    probability = sums["probability"] / sums["count"]
+    acp = probability * (sums["norm"] / T).sqrt()
     assert torch.allclose(choice.saliency(sums, "acp"), acp)
     kernel = (acp[:, None] * acp[None, :]).sqrt() * sums["products"] / T
     kernel = kernel + torch.eye(E) * kernel.diagonal().mean() / KEEP
@@ -105,7 +108,7 @@ def test_of_two_equal_experts_do_acp_keeps_one():
     sums = sums_of(2)
     strongest = int(choice.saliency(sums, "acp").argmax())
     twin = (strongest + 1) % E
-    for name in ("gate", "count", "norm"):
+    for name in ("probability", "count", "norm"):
         sums[name][twin] = sums[name][strongest]
     sums["products"][twin] = sums["products"][strongest]
     sums["products"][:, twin] = sums["products"][:, strongest]

@@ -120,7 +120,7 @@ def test_refusals_write_nothing(tmp_path):
     out = tmp_path / "out"
     with pytest.raises(ValueError, match="keep must be from 1 to 8"):
         dense_folder(source, routed, out, 9, by="cp")
-    with pytest.raises(ValueError, match="lack norm, seen, products. Score the model with"):
+    with pytest.raises(ValueError, match="lack norm, seen, products. Score the model again"):
         dense_folder(source, routed, out, 2)
     with pytest.raises(ValueError, match="by must be one of cp, acp, do-acp"):
         dense_folder(source, routed, out, 2, by="reap")

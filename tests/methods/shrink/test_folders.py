@@ -224,7 +224,7 @@ def test_statistics_that_do_not_fit(tmp_path):
     source = saved(model, tmp_path / "source")
     out = tmp_path / "out"
     routed = statistics_of(model, outputs=False)
-    with pytest.raises(ValueError, match="lack gated, logits. Score the model with --outputs"):
+    with pytest.raises(ValueError, match="lack gated, logits. Score the model again"):
         merge_folder(source, routed, out, KEEP)
     with pytest.raises(ValueError, match="The statistics are of layers"):
         prune_folder(source, statistics_of(build("jamba")), out, KEEP)

@@ -39,7 +39,8 @@ def by_equation(model, inputs) -> dict[str, torch.Tensor]:
     model(**inputs)
     handle.remove()
     mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) != 0
-    sums = {name: torch.zeros(E).double() for name in ("count", "gate", "gate_norm", "norm")}
+    of_experts = ("count", "gate", "gate_norm", "probability", "norm")
+    sums = {name: torch.zeros(E).double() for name in of_experts}
     sums |= {name: torch.zeros(E, 32).double() for name in ("output", "gated")}
     sums |= {name: torch.zeros(E, E).double() for name in ("products", "logits")}
     sums["seen"] = mask.sum().double()
@@ -60,6 +61,7 @@ def by_equation(model, inputs) -> dict[str, torch.Tensor]:
                 sums["count"][e] += 1
                 sums["gate"][e] += p[e] / total if block.gate.norm_topk_prob else p[e]
                 sums["gate_norm"][e] += p[e] / total * f.norm()
+                sums["probability"][e] += p[e]
         f = torch.stack(outputs)
         sums["products"] += f @ f.t()
         sums["logits"] += torch.outer(logits, logits)

@@ -18,8 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.models.stock import STOCK, exact_settings, export_stock
 from moe_runtime.methods import xft
+from moe_runtime.methods.shrink import prune_folder
 from moe_runtime.methods.xft import folders
 from tests.hf import tiny
+from tests.methods.shrink.shrinks import statistics_of
 from tests.support.captured import captured
 from tests.support.upit import make_tokenizer
 
@@ -73,21 +75,19 @@ def models(folder: Path) -> dict[str, dict]:
         upcycled(gate).save_pretrained(folder / gate)
         make_tokenizer().save_pretrained(folder / gate)
     folders.merge_folder(folder / "xft", folder / "merged", shared_rate=0.5)
-    for to, stock in STOCK.items():
+    for to, target in STOCK.items():
         gate, top_k = exact_settings(to)
         upcycled(
             gate,
-            stock.bases[-1 if to != "mixtral" else 0],
+            target.bases[-1 if to != "mixtral" else 0],
             top_k or 4,
         ).save_pretrained(folder / "exported" / to)
         make_tokenizer().save_pretrained(folder / "exported" / to)
         export_stock(folder / "exported" / to, folder / to, to)
-    return {
-        "xft": OURS,
-        "topk_softmax": OURS,
-        "merged": {},
-        **{to: {} for to in STOCK},
-    }
+    routed = statistics_of(AutoModelForCausalLM.from_pretrained(folder / "mixtral"), outputs=False)
+    prune_folder(folder / "mixtral", routed, folder / "pruned", 4)
+    stock = {name: {} for name in ("merged", "pruned", *STOCK)}
+    return {"xft": OURS, "topk_softmax": OURS, **stock}
 
 
 def expected(folder: Path) -> tuple[list[int], list[float]]:
@@ -137,7 +137,7 @@ def main(python: str, *names: str) -> int:
             if names and name not in names:
                 continue
             want = expected(Path(folder, name))
-            got = served(python, Path(folder, name), options)
+            got = served(os.path.abspath(python), Path(folder, name), options)
             error = max(abs(a - b) for a, b in zip(want[1], got[1]))
             same = want[0] == got[0] and error < 1e-3
             differ += not same

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.models.saved_rows import saved_tensors
@@ -22,6 +22,7 @@ from tests.hf import stock as every
 from tests.hf.tiny import dense, upcycled
 from tests.methods.esft.test_adapters import TWICE
 from tests.support.checkpoints import assert_equal, tensors
+from tests.support.edited import edit_tensors
 from tests.support.esft_adapter import random_adapter
 from tests.support.stock_moe import stock
 
@@ -134,14 +135,6 @@ def folder(tmp_path):
     return tmp_path / "base", random_adapter(model)
 
 
-def edit_base(base: Path, change) -> None:
-    """Apply `change` to each of the base's tensors; None drops one."""
-    whole = load_file(base / "model.safetensors")
-    changed = {name: change(name, tensor) for name, tensor in whole.items()}
-    changed = {name: tensor for name, tensor in changed.items() if tensor is not None}
-    save_file(changed, base / "model.safetensors", metadata={"format": "pt"})
-
-
 LAST = "model.layers.1.mlp.experts.7.down_proj.weight"
 
 
@@ -168,7 +161,7 @@ def without_an_expert(name, tensor):
 )
 def test_another_base_is_refused_and_nothing_written(tmp_path, change, match):
     base, adapter = folder(tmp_path)
-    edit_base(base, change)
+    edit_tensors(base, lambda whole: {name: change(name, tensor) for name, tensor in whole.items()})
     with pytest.raises(ValueError, match=match):
         merge_folder(base, adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.hf.models.families import FAMILIES
@@ -16,6 +15,7 @@ from moe_runtime.methods import xft
 from moe_runtime.methods.xft import folders as xft_folders
 from tests.hf.tiny import dense, distance, logits
 from tests.support.checkpoints import assert_equal, tensors
+from tests.support.edited import edit_tensors
 
 SMALL = {"num_experts": 4, "top_k": 3}
 
@@ -39,16 +39,6 @@ def config_of(folder: Path) -> dict:
 def assert_same(a: Path, b: Path) -> None:
     assert_equal(tensors(a), tensors(b))
     assert config_of(a) == config_of(b)
-
-
-def edit_tensors(folder: Path, change) -> None:
-    """Apply `change` to the tensors of a folder."""
-    (file,) = folder.glob("*.safetensors")
-    save_file(
-        change(tensors(folder)),
-        file,
-        metadata={"format": "pt"},
-    )
 
 
 def perturb(folder: Path) -> None:

@@ -7,14 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from moe_runtime.methods.xft import official as xft_official
 from moe_runtime.methods.xft.official import EXPERTS
 from tests.hf import tiny
 from tests.support import official_xft as released
 from tests.support.checkpoints import assert_equal, tensors
-from tests.support.edited import edit_json
+from tests.support.edited import edit_json, edit_tensors
 
 EXPERT = EXPERTS.format(1, "weight_up", 2)
 
@@ -32,13 +32,6 @@ def weighted(tmp_path) -> Path:
         tmp_path / "ffn",
     )
     return tmp_path / "weighted"
-
-
-def edit_tensors(folder: Path, **changes) -> None:
-    """Change tensors; None drops one."""
-    whole = load_file(folder / "model.safetensors") | changes
-    whole = {key: tensor for key, tensor in whole.items() if tensor is not None}
-    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("form", ["bin", "shards", "old"])
@@ -69,7 +62,7 @@ def test_what_is_tied_or_rebuilt_there_is_left_out(theirs, tmp_path):
         "lm_head.weight": torch.zeros(96, 32),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
     }
-    edit_tensors(theirs, **extra)
+    edit_tensors(theirs, lambda whole: whole | extra)
     xft_official.import_official(theirs, tmp_path / "ours")
     assert extra.keys().isdisjoint(tensors(tmp_path / "ours"))
 
@@ -102,7 +95,7 @@ def test_where_the_experts_of_a_weighted_model_are_looked_for(
     xft_official.import_official(weighted, tmp_path / "expected")
     name = "model.layers.0.mlp.average_weights"
     logits = load_file(weighted / "model.safetensors")[name].bfloat16()
-    edit_tensors(weighted, **{name: logits})
+    edit_tensors(weighted, lambda whole: whole | {name: logits})
     edit_json(weighted / "config.json", ffn_folder_path=written.format(root=tmp_path))
     folder = tmp_path / beside
     folder.mkdir(exist_ok=True)
@@ -192,7 +185,7 @@ def test_options_that_are_not_computed_here_are_refused(changes, match, theirs, 
     ],
 )
 def test_other_tensors_than_the_configs_are_named(key, tensor, match, theirs, tmp_path):
-    edit_tensors(theirs, **{key: tensor})
+    edit_tensors(theirs, lambda whole: whole | {key: tensor})
     with pytest.raises(ValueError, match=match):
         xft_official.import_official(theirs, tmp_path / "out")
     assert list(tmp_path.iterdir()) == [theirs]

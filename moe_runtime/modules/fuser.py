@@ -124,7 +124,6 @@ def fuser_loss(
     labels: Tensor,
     *,
     reduction: str = "mean",
-    ignore_index: int = -100,
     scales: Sequence[float] | None = None,
     backend: str | None = None,
 ) -> FuserLoss:
@@ -137,10 +136,9 @@ def fuser_loss(
         gate: The gate.
         hidden: S tensors [B, R, H_s], the states before each token of the answers.
         heads: S tensors [V_s, H_s].
-        labels: [B, R].
+        labels: [B, R]; -100 does not count.
         reduction: "mean" over tokens, "sum", "none", or "sample", the paper's: the sum over tokens
             and the mean over samples.
-        ignore_index: Label that does not count.
         scales: Factors of the specialists' logits, as some families have.
         backend: "torch" or "triton"; None selects the default for the device.
 
@@ -157,7 +155,6 @@ def fuser_loss(
         heads,
         weight,
         labels,
-        ignore_index=ignore_index,
         reduction=inner,
         backend=backend,
     )
@@ -176,7 +173,6 @@ def chunked_loss(
     labels: Tensor,
     *,
     reduction: str = "mean",
-    ignore_index: int = -100,
     chunk: int = 256,
 ) -> FuserLoss:
     """Return `fuser_loss` for heads that are any functions from states to logits, on any devices.
@@ -195,13 +191,8 @@ def chunked_loss(
     def nll_of(target: Tensor, part: Tensor, *states: Tensor) -> Tensor:
         pairs = zip(states, heads, strict=True)
         logits = mix((head(h) for h, head in pairs), part)
-        check_labels(target, ignore_index, logits.shape[-1])
-        return F.cross_entropy(
-            logits,
-            target,
-            ignore_index=ignore_index,
-            reduction="none",
-        )
+        check_labels(target, -100, logits.shape[-1])
+        return F.cross_entropy(logits, target, reduction="none")
 
     parts = []
     for start in range(0, len(targets), chunk):
@@ -216,7 +207,7 @@ def chunked_loss(
     if reduction == "none":
         loss = nll.view(labels.shape)
     elif reduction == "mean":
-        loss = mean_of(total, targets, ignore_index)
+        loss = mean_of(total, targets, -100)
     elif reduction == "sample":
         loss = total / labels.shape[0]
     else:

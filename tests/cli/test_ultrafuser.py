@@ -17,8 +17,13 @@ from moe_runtime.methods.ultrafuser import runs
 from tests.methods.ultrafuser import fusers
 
 
+def verb(*words):
+    """Run moe-runtime in this process."""
+    return CliRunner().invoke(main_app, [str(word) for word in words])
+
+
 def invoke(*arguments):
-    return CliRunner().invoke(main_app, ["ultrafuser", *(str(argument) for argument in arguments)])
+    return verb("ultrafuser", *arguments)
 
 
 def test_train_runs_the_recipe(monkeypatch, tmp_path):

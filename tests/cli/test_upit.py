@@ -13,11 +13,12 @@ from typer.testing import CliRunner
 from moe_runtime.cli.app import app as main_app
 from moe_runtime.io.files import read_json
 from moe_runtime.methods.upit import router as upit_router
+from tests.cli.test_ultrafuser import verb
 from tests.support.upit_study import write_study
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(main_app, ["upit", *(str(argument) for argument in arguments)])
+    return verb("upit", *arguments)
 
 
 @pytest.fixture(scope="module")

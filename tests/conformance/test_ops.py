@@ -12,7 +12,8 @@ from moe_runtime import backends
 from moe_runtime.ops.library import LIB
 from moe_runtime.tools.conformance.cases import CASES
 from moe_runtime.tools.conformance.draw import Draw
-from moe_runtime.tools.conformance.measure import allowance, errors, mismatches, run
+from moe_runtime.tools.conformance.measure import allowance, errors, run
+from tests.ops import test_every_op as every_op
 from tests.support.stress import STRESS
 
 HALF = (torch.bfloat16, torch.float16)
@@ -42,11 +43,7 @@ def skip_without(op: str | None, backend: str, device: str) -> None:
 
 
 def check(name: str, backend: str, device: str, draw: Draw) -> None:
-    case = CASES[name][1](draw)
-    upstream = {}
-    got = run(case, backend, upstream, torch.device(device))
-    bad = mismatches(got, allowance(case, got, upstream))
-    assert not bad, f"{case}: {'; '.join(bad)}"
+    every_op.check(CASES[name][1](draw), backend, device)
 
 
 @pytest.mark.parametrize("name, backend, dtype", RUNS)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moe_runtime.ops.moe_mlp import moe_mlp
+from tests.ops.test_moe_mlp_kernel import everywhere
 from tests.support import layouts
 from tests.support.layer import moe_layer
 from tests.support.oracle import (
@@ -46,10 +47,6 @@ BF16 = torch.bfloat16
 def slow_if_interpreted(test):
     """Mark a test as slow in the interpreter, where tests/emulator covers it."""
     return test if NATIVE else pytest.mark.slow(test)
-
-
-def everywhere(tile: Tile, **others):
-    return tiles.force(**(dict.fromkeys(tiles.KERNELS, tile) | others))
 
 
 def check(case: Case, tolerance: float, device: str, **options) -> None:

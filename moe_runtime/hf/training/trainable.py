@@ -178,14 +178,12 @@ class TrainableReceipt:
         experts: Layer number to ids of the trained experts, in the given order; without empty
             layers.
         shared_experts: Paths of the trained shared MLPs, if a method trains them.
-        row_parameters: Number of parameters of the trained experts, over all ranks.
         trainable_parameters: Number of all parameters that require a gradient.
         total_parameters: Number of the model's own parameters.
     """
 
     experts: dict[int, tuple[int, ...]]  # layer -> ids, in the given order; without empty layers
     shared_experts: tuple[str, ...]  # paths of the trained shared MLPs, if a method sets them
-    row_parameters: int  # elements of the trained experts, over all ranks
     trainable_parameters: int  # these and all others that require a gradient
     total_parameters: int  # the model's own
 
@@ -393,7 +391,6 @@ def _receipt(model: nn.Module) -> TrainableReceipt:
     return TrainableReceipt(
         experts=experts,
         shared_experts=(),
-        row_parameters=rows,
         trainable_parameters=rows + sum(p.numel() for p in others if p.requires_grad),
         total_parameters=sum(p.numel() for p in others),
     )

@@ -15,7 +15,7 @@ its own forward pass, merging and files work unchanged.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from moe_runtime.methods.esft.selection import (
     check_is_selection,
     check_selection,
 )
-from moe_runtime.methods.lora.adapters import read_tensors
+from moe_runtime.methods.lora.adapters import HALVES, read_tensors
 from moe_runtime.methods.lora.baseline import add_parameter_lora
 from moe_runtime.methods.lora.baseline import save_lora as save_peft_files
 from moe_runtime.methods.lora.stacks import PeftAdapter, is_peft, read_peft
@@ -55,7 +55,7 @@ TRAINING = "moe_runtime_esft_lora"  # attribute of a model: expert_cfg.json
 def train_lora(
     model: nn.Module,
     selection: ExpertSelection,
-    rank: int = RANK,
+    rank: int | Callable[[int, int], int] = RANK,
     alpha: float = ALPHA,
     dtype: torch.dtype | None = None,
     seed: int = 0,
@@ -66,8 +66,9 @@ def train_lora(
     Args:
         model: A stock MoE model.
         selection: Experts, without shared_experts and non_expert_modules.
-        rank: Of each expert's matrices.
-        alpha: The scaling is alpha / rank.
+        rank: Of each expert's matrices, or a function of layer and expert. PEFT's file has the
+            largest rank, with zeros beyond that of each expert.
+        alpha: The scaling is alpha / rank, the largest one.
         dtype: Of the matrices; None is the model's, or float32 for half precision.
         seed: Initializes the matrices.
         check_weights: Whether the model must have the weights that were scored.
@@ -86,7 +87,8 @@ def train_lora(
     layers = layers_of(model)
     base = check_model(selection.base, model, layers, selection.experts, check_weights)
     check_selection(layers, selection)
-    check_lora(selection, rank, alpha)
+    ranks = check_lora(selection, rank, alpha)
+    largest = max(rank for of_experts in ranks.values() for rank in of_experts.values())
     total = sum(p.numel() for p in model.parameters())
     config = to_config(selection, base)
     parameters = []
@@ -96,23 +98,22 @@ def train_lora(
             for name, parameter in layer.module.named_parameters(recurse=False):
                 if parameter.dim() == 3:
                     parameters.append(f"{layer.name}.{name}")
-    adapted = add_parameter_lora(model, parameters, rank, alpha, seed)
+    adapted = add_parameter_lora(model, parameters, largest, alpha, seed)
     experts.patch(adapted)
     rows = 0
     for name, halves in list(adapted.named_modules()):
         if name.endswith((".lora_A", ".lora_B")) and isinstance(halves, nn.ModuleDict) and halves:
-            number = _layer_of(name)
+            number = int(re.search(r"\.(\d+)\.", plain_name(name))[1])
             weight = halves["default"].weight.detach()
             weight = weight.to(dtype or torch.promote_types(weight.dtype, torch.float32))
-            ids = selection.experts[number]
-            half = SelectedHalf(weight, ids, layers[number].num_experts, name[-1] == "A")
+            num_experts = layers[number].num_experts
+            half = SelectedHalf(weight, ranks[number], num_experts, name[-1] == "A")
             halves["default"] = half
             rows += half.selected.numel()
     setattr(adapted, TRAINING, config)
     return adapted, TrainableReceipt(
         experts=selection.experts,
         shared_experts=(),
-        row_parameters=rows,
         trainable_parameters=rows,
         total_parameters=total,
     )
@@ -120,23 +121,23 @@ def train_lora(
 
 class SelectedHalf(nn.Module):
     """A [E r, in] or B [out, r E] of PEFT's LoRA of a stack; only the matrices of selected experts
-    are parameters.
+    are parameters, `ranks` {expert: rank} of them.
 
     `weight` and the state_dict have zeros for the others; under FSDP2 the state_dict holds
     `selected`, sharded.
     """
 
-    def __init__(self, weight: torch.Tensor, ids: tuple[int, ...], num_experts: int, is_a: bool):
+    def __init__(
+        self, weight: torch.Tensor, ranks: Mapping[int, int], num_experts: int, is_a: bool
+    ):
         super().__init__()
         self.shape = weight.shape
         self.dim = 0 if is_a else 1
         self.out_features, self.in_features = weight.shape  # as in nn.Linear, which it replaces
         positions = torch.arange(weight.shape[self.dim], device=weight.device)
-        if is_a:
-            positions = positions.view(num_experts, -1)[list(ids)]
-        else:
-            positions = positions.view(-1, num_experts)[:, list(ids)]
-        self.register_buffer("index", positions.flatten(), persistent=False)
+        table = positions.view(num_experts, -1) if is_a else positions.view(-1, num_experts).t()
+        index = torch.cat([table[e, :rank] for e, rank in ranks.items()])
+        self.register_buffer("index", index, persistent=False)
         self.selected = nn.Parameter(weight.index_select(self.dim, self.index))
 
     @property
@@ -174,11 +175,19 @@ class SelectedHalf(nn.Module):
         )
 
 
-def check_lora(selection: ExpertSelection, rank: int, alpha: float) -> None:
-    """Raise ValueError for an invalid rank or alpha, and for a selection without experts or with
-    more than routed experts.
+def check_lora(
+    selection: ExpertSelection, rank: int | Callable[[int, int], int], alpha: float
+) -> dict[int, dict[int, int]]:
+    """Return the rank of each selected expert, by layer.
+
+    Raises ValueError for an invalid rank or alpha, and for a selection without experts or with more
+    than routed experts.
     """
-    check_positive("rank", rank)
+    ranks = {}
+    for number, ids in selection.experts.items():
+        ranks[number] = {e: rank(number, e) if callable(rank) else rank for e in ids}
+        for value in ranks[number].values():
+            check_positive("rank", value)
     check_number("alpha", alpha, positive=True)
     problem = None if selection.num_experts else "selection has no experts"
     for name in FLAGS:
@@ -189,12 +198,7 @@ def check_lora(selection: ExpertSelection, rank: int, alpha: float) -> None:
             f"{problem}, but LoRA supports routed experts only. Select some, and turn "
             f"{' and '.join(FLAGS)} off"
         )
-
-
-def _layer_of(name: str) -> int:
-    """Return a matrix's layer, the first number in its path, or -1 without one."""
-    match = re.search(r"\.(\d+)\.", plain_name(name))
-    return -1 if match is None else int(match[1])
+    return ranks
 
 
 def save_lora(
@@ -239,7 +243,6 @@ class LoraAdapter:
     source: str
     num_parameters: int
     nbytes: int
-    others: Mapping[str, torch.Tensor]  # none
 
 
 def read_lora(folder: str | Path) -> LoraAdapter:
@@ -247,25 +250,22 @@ def read_lora(folder: str | Path) -> LoraAdapter:
     `save_lora` has not written.
     """
     selection = ExpertSelection.load(Path(folder) / trained_files.CONFIG)
-    experts = (selection.base or {}).get("experts", {})
+    tensors = read_tensors(folder)
     count = 0
     size = 0
-    for key, tensor in read_tensors(folder).items():
-        number = _layer_of(key)
-        try:
-            num_experts = int(experts[str(number)]["down_proj"][0])
-            selected = len(selection.experts[number]) * tensor.numel() // num_experts
-        except (KeyError, TypeError, IndexError, ValueError, ZeroDivisionError):
-            continue  # a tensor of no known experts
-        count += selected
-        size += selected * tensor.element_size()
+    for key, a in tensors.items():
+        if key.endswith(HALVES[0]):
+            b = tensors.get(key.replace(*HALVES), a)
+            # A is zero for the other experts, and beyond an expert's rank
+            numbers = int(a.any(-1).sum()) * (a.shape[-1] + b.shape[0])
+            count += numbers
+            size += numbers * a.element_size()
     return LoraAdapter(
         selection=selection,
         base=selection.base,
         source=str(folder),
         num_parameters=count,
         nbytes=size,
-        others={},
     )
 
 

@@ -57,6 +57,13 @@ def draw_experts(d: Draw, E: int) -> tuple[Tensors, dict]:
     return leaves, form
 
 
+def low_rank(d: Draw, name: str, E: int, rank: int, out: int, into: int) -> Tensors:
+    """Return A and B of LoRA for E matrices [out, into]."""
+    a = d.floats(E, rank, into, scale=into**-0.5)
+    b = d.floats(E, rank, out, scale=rank**-0.5)
+    return {f"{name}_a": a, f"{name}_b": b}
+
+
 def biases(tensors: Tensors) -> dict[str, torch.Tensor | None]:
     """Return both biases of experts, None where there are none."""
     return {name: tensors.get(name) for name in ("up_bias", "down_bias")}
@@ -351,9 +358,7 @@ def lora_experts(d: Draw) -> Case:
     sizes = {"gate": (I, H), "up": (I, H), "down": (H, I)}
     leaves = {"x": d.floats(T, H), "weight": d.gates(d.uniform(T, E if is_dense else K))}
     for name in targets:
-        out, into = sizes[name]
-        leaves[f"{name}_a"] = d.floats(E, rank, into, scale=into**-0.5)
-        leaves[f"{name}_b"] = d.floats(E, rank, out, scale=rank**-0.5)
+        leaves |= low_rank(d, name, E, rank, *sizes[name])
     fixed = {f"{name}_proj": d.floats(*size, scale=size[1] ** -0.5) for name, size in sizes.items()}
     if d.flag():
         fixed |= {f"{name}_bias": d.floats(size[0]) for name, size in sizes.items()}
@@ -418,9 +423,7 @@ def frozen_experts(d: Draw) -> Case:
     rank = d.of(1, 3, 16)
     adapted = d.of(("up", "down"), ("up",), ("down",))
     for name in adapted:
-        out, into = means[name].shape[1:]
-        leaves[f"{name}_a"] = d.floats(E, rank, into, scale=into**-0.5)
-        leaves[f"{name}_b"] = d.floats(E, rank, out, scale=rank**-0.5)
+        leaves |= low_rank(d, name, E, rank, *means[name].shape[1:])
     leaves |= {"x": d.floats(T, H), "weight": d.gates(d.uniform(T, K))}
     fixed = {"ids": ids}
     for name, parts in stacks.items():

@@ -151,12 +151,3 @@ def _error(name: str, actual: torch.Tensor, allowed: Allowance) -> float:
     # nothing is allowed where all terms are zero
     ratio = torch.where(error == 0, 0.0, (error / bound).sqrt()).max().item()
     return ratio / SLACK if math.isfinite(ratio) else math.inf
-
-
-def mismatches(actual: Tensors, allowed: Allowance) -> list[str]:
-    """Describe what is farther from the equation than rounding explains."""
-    return [
-        f"{name}: the error is {error:.3g} times its allowance"
-        for name, error in sorted(errors(actual, allowed).items())
-        if error > 1
-    ]

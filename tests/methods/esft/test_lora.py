@@ -153,19 +153,27 @@ def test_experts_that_are_not_selected_cost_no_bytes():
         )
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_saves_a_peft_adapter_and_merges_to_the_same_model(tmp_path, family):
+def rank_of(layer: int, expert: int) -> int:
+    return {5: 3, 2: 1, 7: 2}[expert]
+
+
+@pytest.mark.parametrize("family, rank", [("qwen3_moe", rank_of), ("gpt_oss", lambda *_: 3)])
+def test_saves_a_peft_adapter_and_merges_to_the_same_model(tmp_path, family, rank):
     law = tmp_path / "law"
     model = stock(family)
     model.save_pretrained(tmp_path / "base")
-    model, _ = adapted(family, model=model)
+    model, receipt = adapted(family, model=model, rank=rank)
     train(model)
+    for name, matrix in matrices(model).items():
+        for e in CHOSEN.experts[layer_of(name)]:
+            used = matrix[e].any(int("lora_A" in name)).sum()
+            assert used == rank(0, e)
     esft.save_lora(model, law)
     names = {"adapter_model.safetensors", "adapter_config.json", "expert_cfg.json", "README.md"}
     assert {path.name for path in law.iterdir()} == names
     saved = read_lora(law)
     assert saved.selection == CHOSEN
-    assert saved.nbytes == 4 * saved.num_parameters
+    assert saved.nbytes == 4 * saved.num_parameters == 4 * receipt.trainable_parameters
 
     expected = model.eval()(**batch()).logits
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()

@@ -122,7 +122,7 @@ def _shown(method: dict) -> str:
 def picture(rows: Sequence[Row]):
     """Draw the differences; the title says for how many methods all seeds agree on a gain."""
     gains = sum(row.verdict == BETTER for row in rows)
-    title = f"{gains} of {len(rows)} methods are better than their best control with every seed"
+    title = f"Better than the best control with every seed: {gains} of {len(rows)} methods"
     figure, axes = plots.new_figure(title, (8.2, 1.4 + 0.55 * len(rows)))
     axes.axvline(0, color=plots.GREY)
     for y, row in enumerate(rows):
@@ -132,7 +132,7 @@ def picture(rows: Sequence[Row]):
     axes.set_yticks(range(len(rows)), [f"{row.method}: {row.task}" for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel(
-        "held-out loss minus the control's (left: better); rings: seeds, diamonds: means"
+        "held-out loss minus the control's (left: better)\nrings: seeds, diamonds: means"
     )
     axes.grid(axis="x")
     return figure

@@ -16,7 +16,8 @@ from moe_runtime.ops.merging import merge_experts
 from moe_runtime.ops.moe_layer import moe_layer
 from moe_runtime.ops.routing import route
 from moe_runtime.tools.conformance.draw import Draw
-from tests.ops.test_every_op import Blocks, case_of, check
+from tests.conformance.test_ops import check_case
+from tests.ops.test_every_op import Blocks, case_of
 from tests.support.oracle import poison, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +46,7 @@ def random(*size: int, dtype=torch.float32) -> torch.Tensor:
 def test_is_the_equation(name, dtype):
     for draw in (Draw, Blocks):
         for number in range(24):
-            check(case_of(name, number, dtype, draw), "cuda", "cuda")
+            check_case(case_of(name, number, dtype, draw), "cuda", "cuda")
 
 
 PLANS = [

@@ -9,7 +9,8 @@ import torch
 from moe_runtime import backends
 from moe_runtime.tools.conformance.cases import CASES
 from moe_runtime.tools.conformance.draw import Draw, placed
-from tests.ops.test_every_op import NAMES, Blocks, case_of, check
+from tests.conformance.test_ops import check_case
+from tests.ops.test_every_op import NAMES, Blocks, case_of
 from tests.support.oracle import poison
 
 pytestmark = pytest.mark.gpu
@@ -54,7 +55,7 @@ def test_is_the_equation_on_poisoned_memory(name, dtype):
     torch.utils.deterministic.fill_uninitialized_memory = False  # as users have it
     for number in range(8):
         poison()
-        check(case_of(name, number, dtype, Blocks), "triton", "cuda")
+        check_case(case_of(name, number, dtype, Blocks), "triton", "cuda")
 
 
 @NUMBERS

@@ -16,8 +16,8 @@ from moe_runtime import backends
 from moe_runtime.ops import moe_mlp_cpp
 from moe_runtime.tools.conformance.cases import CASES
 from moe_runtime.tools.conformance.draw import Draw
-from moe_runtime.tools.conformance.measure import allowance, errors, run
-from tests.conformance.test_ops import skip_without
+from moe_runtime.tools.conformance.measure import run
+from tests.conformance.test_ops import check_case, skip_without
 from tests.support.opcheck import opcheck
 from tests.support.oracle import assert_same
 
@@ -59,14 +59,6 @@ def case_of(name: str, number: int, dtype=torch.float32, draw=Draw):
     return CASES[name][1](draw.numbered(dtype, number))
 
 
-def check(case, backend: str | None, device="cpu") -> None:
-    upstream = {}
-    got = run(case, backend, upstream, torch.device(device))
-    of_allowance = errors(got, allowance(case, got, upstream))
-    bad = {name: error for name, error in of_allowance.items() if error > 1}
-    assert not bad, f"{case}: errors as multiples of the allowed ones: {bad}"
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
 )
@@ -79,7 +71,7 @@ def test_several_blocks(name, backend, dtype, device, monkeypatch):
         # run the steps as separate launches, whatever the number of slots
         monkeypatch.setattr(decode, "SMALL", 0)
     for number in range(NUMBERS[backend]):
-        check(case_of(name, number, dtype, Blocks), backend, device)
+        check_case(case_of(name, number, dtype, Blocks), backend, device)
 
 
 @pytest.mark.parametrize("rows", [0, 1 << 20], ids=["matmuls", "one call"])
@@ -89,7 +81,7 @@ def test_every_instruction_set(name, backend, dtype, rows, variant, monkeypatch)
     monkeypatch.setattr(moe_mlp_cpp, "few_rows", lambda dtype: rows)
     for draw in (Draw, Blocks):
         for number in range(NUMBERS["cpp"]):
-            check(case_of(name, number, dtype, draw), backend)
+            check_case(case_of(name, number, dtype, draw), backend)
 
 
 @pytest.mark.parametrize("name, backend", RUNS)
@@ -188,7 +180,7 @@ def test_float64_is_never_computed_in_float32(name, monkeypatch):
     op = CASES[name][0]
     monkeypatch.setenv("MOE_RUNTIME_BACKEND", "triton")
     case = case_of(name, 3, torch.float64)
-    check(case, None)
+    check_case(case, None)
     if op not in (None, "dispatch") and not backends.why_not(
         "triton",
         op,

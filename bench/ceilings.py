@@ -16,16 +16,15 @@ from moe_runtime.native.library import cpp
 ROUNDS = 7
 PRODUCTS = ((1024, 1024, 1024), (2048, 2048, 2048), (8192, 1024, 1024))
 TINY = ((64, 64, 64),)
-SMALL = (256, 256, 256)
 _BEST: dict[torch.dtype, dict[str, float]] = {}  # of this process so far
 
 
 def ceilings(dtype: torch.dtype, tiny: bool = False) -> dict[str, float]:
     """Return TFLOP/s of products of `dtype` and GB/s of a copy, read plus written.
 
-    A CPU is measured at every call, and the best of all is returned: other work on the processor
-    slows a measurement down for seconds, and nothing makes it faster than the machine. With `tiny`
-    they are meaningless, but fast to measure.
+    A CPU is measured at every call, its products at the first, and the best of all is returned:
+    other work on the processor slows a measurement down for seconds, and nothing makes it faster
+    than the machine. With `tiny` they are meaningless, but fast to measure.
     """
     if CUDA:
         return _of_gpu(dtype)
@@ -35,9 +34,10 @@ def ceilings(dtype: torch.dtype, tiny: bool = False) -> dict[str, float]:
     return dict(best)
 
 
+@functools.cache  # large products take seconds
 def _products(dtype: torch.dtype, tiny: bool) -> float:
     """TFLOP/s of the fastest of a few products."""
-    small = _product(*SMALL, dtype)
+    small = _product(256, 256, 256, dtype)
     # torch's products in bfloat16 are far slower without AVX-512, and large ones take minutes
     if small < _peak(dtype, tiny) / 8:
         return small

@@ -6,16 +6,11 @@ import re
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from moe_runtime.cli.app import app
 from moe_runtime.methods.lora.baseline import load_lora
+from tests.support.cli import run_verb as invoke
 from tests.support.peft_adapter import adapted, as_written_by
 from tests.support.stock_moe import batch
-
-
-def invoke(*words):
-    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 @pytest.fixture(scope="module")

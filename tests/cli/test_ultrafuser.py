@@ -2,28 +2,21 @@
 one clear error.
 """
 
+import functools
 import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from moe_runtime.cli.app import app as main_app
 from moe_runtime.io.files import read_json
 from moe_runtime.methods import ultrafuser
 from moe_runtime.methods.ultrafuser import runs
 from tests.methods.ultrafuser import fusers
+from tests.support.cli import run_verb
 
-
-def verb(*words):
-    """Run moe-runtime in this process."""
-    return CliRunner().invoke(main_app, [str(word) for word in words])
-
-
-def invoke(*arguments):
-    return verb("ultrafuser", *arguments)
+invoke = functools.partial(run_verb, "ultrafuser")
 
 
 def test_train_runs_the_recipe(monkeypatch, tmp_path):

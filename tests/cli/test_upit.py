@@ -2,23 +2,20 @@
 input.
 """
 
+import functools
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
-from typer.testing import CliRunner
 
-from moe_runtime.cli.app import app as main_app
 from moe_runtime.io.files import read_json
 from moe_runtime.methods.upit import router as upit_router
-from tests.cli.test_ultrafuser import verb
+from tests.support.cli import run_verb
 from tests.support.upit_study import write_study
 
-
-def invoke(*arguments):
-    return verb("upit", *arguments)
+invoke = functools.partial(run_verb, "upit")
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +91,7 @@ def test_the_steps_of_the_method_one_after_the_other(folders, tmp_path, monkeypa
     ids = torch.arange(6, 26)[None]
     stock = MixtralForCausalLM.from_pretrained(tmp_path / "mixtral")
     torch.testing.assert_close(stock(ids).logits, moe(ids).logits, rtol=1e-4, atol=1e-5)
-    words = ["xft", "export", str(moe_folder), str(tmp_path / "same")]
-    out = CliRunner().invoke(main_app, words)
+    out = run_verb("xft", "export", moe_folder, tmp_path / "same")
     assert out.exit_code == 0, out.exception
     for path in (tmp_path / "mixtral").iterdir():
         assert (tmp_path / "same" / path.name).read_bytes() == path.read_bytes(), path.name

@@ -51,6 +51,9 @@ def test_every_page_is_listed(site):
     pages |= {"cli", *hooks.TOPICS} | {f"notebook-{path.stem}" for path in hooks.NOTEBOOKS}
     assert set(re.findall(r"([\w-]+)\.md", nav)) == pages
     assert {path.stem for path in site.rglob("*.html")} == pages | {"404"}
+    # what search reads in pages opened from the disk
+    assert (site / "search/search_index.js").exists()
+    assert "iframe-worker.js" in (site / "index.html").read_text()
 
 
 def text_of(page) -> str:

@@ -82,7 +82,7 @@ def test_the_table_and_the_picture(reports, tmp_path):
     assert "| -0.2000, -0.4000 | better with every seed |" in lines[-1]
     assert (tmp_path / "summary.svg").read_text().endswith("</svg>\n")
     title = picture([*map(row_of, reports)]).get_suptitle()
-    assert title.endswith("1 of 3 methods")
+    assert title == "Better than the best control with every seed: 1 of 3 methods"
 
 
 def test_without_validation_rows_nothing_chooses(tmp_path):
@@ -100,6 +100,9 @@ def test_another_report_is_an_error(tmp_path):
 
 def test_the_docs_quote_the_published_reports():
     text = (ROOT / "docs/methods.md").read_text()
-    for path in (ROOT / "papers/results").glob("*.json"):
-        for difference in row_of(path).differences:
+    verdicts = {"overfit": "better with every seed", "ablate": "worse with every seed"}
+    for name, verdict in verdicts.items():
+        row = row_of(ROOT / f"papers/results/smollm2-{name}.json")
+        assert row.verdict == verdict
+        for difference in row.differences:
             assert f"{abs(difference):.4f}" in text

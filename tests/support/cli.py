@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from typer.testing import CliRunner
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -42,3 +44,8 @@ def program_of(words: Sequence[str]) -> tuple[Program, list[str]]:
         if tuple(words[: len(start)]) == start:
             return program, list(words[len(start) :])
     return LIBRARY, list(words)
+
+
+def run_verb(*words):
+    """Run moe-runtime in this process; return typer's result."""
+    return CliRunner().invoke(LIBRARY.app, [str(word) for word in words])

@@ -195,12 +195,13 @@ def front(benches: list[Bench]):
         return None
     title = (
         f"LoRA on experts: {_range(adapters)} PEFT's speed; layers: {_range(layers)} transformers'"
+        "\nE experts of size I"
     )
     figure = frame.figure_of(title, measured, 3.4)
     panels = {"LoRA on experts": adapters, "layers": layers}
     for axes, (name, speeds) in zip(figure.subplots(1, 2), panels.items(), strict=True):
         plain(axes, name)
-        frame.bars(axes, speeds, "{:.1f}".format, "times as fast; E experts of size I")
+        frame.bars(axes, speeds, "{:.1f}".format, "times as fast")
         for bar in axes.patches:
             bar.set_color(style("moe_runtime")[0])
     return figure

@@ -167,7 +167,7 @@ NOTEBOOKS = sorted(Path(__file__).parent.glob("notebooks/*.ipynb"))
 
 def on_files(files, config):
     """Add the pages that are generated."""
-    pages = {"cli.md": cli_page()}
+    pages = cli_pages()
     for topic in TOPICS:
         pages[f"{topic}.md"] = api_page(topic)
     for path in NOTEBOOKS:
@@ -270,26 +270,36 @@ def verb(path: tuple[str, ...], command) -> list[str]:
     if children := getattr(command, "commands", None):
         lines += ["| command | what it does |", "|---|---|"]
         for name, child in children.items():
-            anchor = "-".join((*path, name))
-            lines.append(
-                f"| [{name}](#{anchor}) | {cell((child.help or '').partition(chr(10) * 2)[0])} |"
-            )
+            target = "#" + "-".join((*path, name))
+            if hasattr(child, "commands"):
+                target = f"cli-{name}.md"
+            summary = (child.help or "").partition("\n\n")[0]
+            lines.append(f"| [{name}]({target}) | {cell(summary)} |")
         lines.append("")
     if command.epilog:
         lines += ["```text", command.epilog, "```", ""]
     return lines
 
 
-def cli_page() -> str:
-    lines = [
-        "# Options of every command",
-        "",
-        "Every command with its arguments, options and an example, as `--help` prints them.",
-        "",
-    ]
+def cli_pages() -> dict[str, str]:
+    """Return one page for each group of commands, and `cli.md` for those outside groups."""
+    pages = {
+        "cli.md": [
+            "# Options of every command",
+            "",
+            "Every command with its arguments, options and an example, as `--help` prints them.",
+            "",
+        ]
+    }
     for path, command in commands():
-        lines += verb(path, command)
-    return "\n".join(lines)
+        name = "cli.md"
+        if len(path) > 1 and hasattr(command, "commands"):  # a group
+            name = f"cli-{path[1]}.md"
+            pages[name] = [f"# Options of {' '.join(path)}", ""]
+        if len(path) > 2:  # a command in a group
+            name = f"cli-{path[1]}.md"
+        pages[name] += verb(path, command)
+    return {name: "\n".join(lines) for name, lines in pages.items()}
 
 
 def public(path: str) -> list[str]:

@@ -48,7 +48,8 @@ def site(tmp_path_factory):
 def test_every_page_is_listed(site):
     nav = str(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     pages = {path.stem for path in (ROOT / "docs").rglob("*.md")}
-    pages |= {"cli", *hooks.TOPICS} | {f"notebook-{path.stem}" for path in hooks.NOTEBOOKS}
+    pages |= {name.removesuffix(".md") for name in hooks.cli_pages()} | set(hooks.TOPICS)
+    pages |= {f"notebook-{path.stem}" for path in hooks.NOTEBOOKS}
     assert set(re.findall(r"([\w-]+)\.md", nav)) == pages
     assert {path.stem for path in site.rglob("*.html")} == pages | {"404"}
     # what search reads in pages opened from the disk
@@ -62,7 +63,7 @@ def text_of(page) -> str:
 
 @pytest.mark.slow
 def test_every_verb_and_every_public_name_is_on_its_page(site):
-    page = text_of(site / "cli.html")
+    page = "\n".join(text_of(path) for path in site.glob("cli*.html"))
     verbs = [" ".join(path) for path, _ in hooks.commands()]
     assert len(verbs) > 30
     assert "moe-runtime upit init-routers" in verbs

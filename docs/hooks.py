@@ -165,14 +165,19 @@ TOPICS = {
 NOTEBOOKS = sorted(Path(__file__).parent.glob("notebooks/*.ipynb"))
 
 
-def on_files(files, config):
-    """Add the pages that are generated."""
+def generated_pages() -> dict[str, str]:
+    """Return the pages that are generated, by name."""
     pages = cli_pages()
     for topic in TOPICS:
         pages[f"{topic}.md"] = api_page(topic)
     for path in NOTEBOOKS:
         pages[f"notebook-{path.stem}.md"] = notebook_page(path)
-    for name, content in pages.items():
+    return pages
+
+
+def on_files(files, config):
+    """Add the pages that are generated."""
+    for name, content in generated_pages().items():
         files.append(File.generated(config, name, content=content))
     return files
 

@@ -48,8 +48,7 @@ def site(tmp_path_factory):
 def test_every_page_is_listed(site):
     nav = str(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     pages = {path.stem for path in (ROOT / "docs").rglob("*.md")}
-    pages |= {name.removesuffix(".md") for name in hooks.cli_pages()} | set(hooks.TOPICS)
-    pages |= {f"notebook-{path.stem}" for path in hooks.NOTEBOOKS}
+    pages |= {name.removesuffix(".md") for name in hooks.generated_pages()}
     assert set(re.findall(r"([\w-]+)\.md", nav)) == pages
     assert {path.stem for path in site.rglob("*.html")} == pages | {"404"}
     # what search reads in pages opened from the disk

@@ -78,7 +78,7 @@ inline Pair load_pair(const T* z, int64_t I, int64_t i, int64_t n, bool in_turns
 }
 
 template <class T>
-inline void store_pair(T* z, int64_t I, int64_t i, int64_t n, bool in_turns, Pair pair) {
+__attribute__((always_inline)) inline void store_pair(T* z, int64_t I, int64_t i, int64_t n, bool in_turns, Pair pair) {
     if (!in_turns) {
         if (n == LANES) return store(z + i, pair.gate), store(z + I + i, pair.up);
         return store_part(z + i, pair.gate, n), store_part(z + I + i, pair.up, n);

@@ -189,6 +189,7 @@ void pack(const T* w, int64_t stride, int64_t columns, int64_t length, float* pa
     typedef Step<T> S;
     for (int64_t k = 0; k < length; k += S::WIDTH, panel += LANES * STRIP) {
         Bits square[LANES];
+        for (int n = 0; n < LANES; n++) __builtin_prefetch(w + (LANES + n) * stride + k);  // the next strip's
         for (int n = 0; n < LANES; n++) {
             if (n >= columns) square[n] = Bits{};
             else if (k + S::WIDTH <= length) square[n] = (Bits)S::get(w + n * stride + k);

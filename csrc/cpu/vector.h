@@ -42,12 +42,21 @@ inline vh low_halves(vu u) { return __builtin_convertvector(u, vh); }
 #endif
 
 // rounds to nearest, ties to even; propagates NaN
-inline vh narrow(vf v) {
+inline vh narrow_any(vf v) {
     vu u = (vu)v;
     vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     vu quiet = (u >> 16) | 0x40;
     return low_halves((vu)((v == v) ? (vi)rounded : (vi)quiet));
 }
+#if defined(__AVX512BF16__)
+inline vh narrow(vf v) {
+    constexpr int SUBNORMAL = 0x20;  // which the instruction takes for zero
+    if (__builtin_expect(_mm512_fpclass_ps_mask((__m512)v, SUBNORMAL), 0)) return narrow_any(v);
+    return (vh)_mm512_cvtneps_pbh((__m512)v);
+}
+#else
+inline vh narrow(vf v) { return narrow_any(v); }
+#endif
 
 inline vf load(const float* p) {
     vf v;
@@ -141,16 +150,23 @@ inline v4 sums(const vf* v) {
     return v4{ab[0], ab[1], cd[0], cd[1]} + v4{ab[2], ab[3], cd[2], cd[3]};
 }
 
-// propagates NaN
+// propagates NaN, as the instructions return their second operand if one is NaN
+#if defined(__AVX512F__)
+inline vf min(vf v, float limit) { return (vf)_mm512_min_ps((__m512)all(limit), (__m512)v); }
+inline vf max(vf v, float limit) { return (vf)_mm512_max_ps((__m512)all(limit), (__m512)v); }
+#elif defined(__AVX2__)
+inline vf min(vf v, float limit) { return (vf)_mm256_min_ps((__m256)all(limit), (__m256)v); }
+inline vf max(vf v, float limit) { return (vf)_mm256_max_ps((__m256)all(limit), (__m256)v); }
+#else
 inline vf min(vf v, float limit) { return v > limit ? all(limit) : v; }
 inline vf max(vf v, float limit) { return v < limit ? all(limit) : v; }
+#endif
 
 // e^v = 2^n e^r, |r| <= ln(2) / 2; infinity on overflow, subnormals are exact
 inline vf exponential(vf v) {
     v = max(min(v, 89.0f), -104.0f);
     const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     vf shifted = v * 1.44269504f + shift;
-    vi n = (vi)shifted - 0x4b400000;
     vf whole = shifted - shift;
     vf r = v - whole * 0.693359375f;
     r = r + whole * 2.12194440e-4f;
@@ -162,8 +178,12 @@ inline vf exponential(vf v) {
     p = p * r + 0.5f;
     p = p * r * r + r;
     p = p + 1.0f;
-    vi half = n >> 1;  // in two steps: the exponents of 2^128 and 2^-149 are out of range
+#if defined(__AVX512F__)
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
+    vi n = (vi)shifted - 0x4b400000, half = n >> 1;  // in two steps: the exponents of 2^128 and 2^-149 are out of range
     return p * (vf)((half + 127) << 23) * (vf)((n - half + 127) << 23);
+#endif
 }
 
 }  // namespace

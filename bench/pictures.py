@@ -161,7 +161,9 @@ def loss(bench: Bench) -> Loss | None:
         return None
     best = max(others, key=others.get)
     times = others[best] / rates.get("moe_runtime", max(ours))
-    return Loss(best, others[best], times) if round(times, 2) > 1 else None
+    if round(times, 2) <= 1:
+        return None
+    return Loss(best, others[best], times)
 
 
 def _standing(benches: list[Bench]) -> str:

@@ -187,8 +187,13 @@ def notebook_page(path: Path) -> str:
     lines = []
     for cell in json.loads(path.read_text())["cells"]:
         text = "".join(cell["source"])
-        lines += [text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```", ""]
-        if printed := "".join("".join(out["text"]) for out in cell.get("outputs", ())):
+        if cell["cell_type"] == "code":
+            text = f"```python\n{text}\n```"
+        lines += [text, ""]
+        printed = ""
+        for output in cell.get("outputs", ()):
+            printed += "".join(output["text"])
+        if printed:
             lines += [f"```text\n{printed.rstrip()}\n```", ""]
     return "\n".join(lines)
 
@@ -293,16 +298,17 @@ def cli_pages() -> dict[str, str]:
             "# Options of every command",
             "",
             "Every command with its arguments, options and an example, as `--help` prints them.",
+            "Each group has a page of its own.",
             "",
         ]
     }
     for path, command in commands():
+        is_group = len(path) == 2 and hasattr(command, "commands")
         name = "cli.md"
-        if len(path) > 1 and hasattr(command, "commands"):  # a group
+        if is_group or len(path) > 2:
             name = f"cli-{path[1]}.md"
+        if is_group:
             pages[name] = [f"# Options of {' '.join(path)}", ""]
-        if len(path) > 2:  # a command in a group
-            name = f"cli-{path[1]}.md"
         pages[name] += verb(path, command)
     return {name: "\n".join(lines) for name, lines in pages.items()}
 
@@ -388,7 +394,9 @@ def methods(value) -> list[str]:
         if is_member and text and not name.startswith("_"):
             summary = re.split(r"\n\s*\n", text)[0]
             rows.append(f"| `{name}` | {cell(summary)} |")
-    return ["| method or property | what it does |", "|---|---|", *rows, ""] if rows else []
+    if not rows:
+        return []
+    return ["| method or property | what it does |", "|---|---|", *rows, ""]
 
 
 def home_of(value) -> str:

@@ -77,6 +77,7 @@ inline Pair load_pair(const T* z, int64_t I, int64_t i, int64_t n, bool in_turns
     return {load(gate), load(up)};
 }
 
+// inlined: a call would store and load every vector register in use
 template <class T>
 __attribute__((always_inline)) inline void store_pair(T* z, int64_t I, int64_t i, int64_t n, bool in_turns, Pair pair) {
     if (!in_turns) {

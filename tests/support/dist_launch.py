@@ -269,8 +269,8 @@ def leave() -> NoReturn:
 
 
 def _wait(processes: list, deadline: float) -> int | None:
-    """Return the first rank that failed or, at the deadline, has not ended; None if all
-    succeeded.
+    """Return the first rank that failed, one that a signal ended before others, or at the deadline
+    the first that has not ended; None if all succeeded.
     """
     while True:
         codes = [process.exitcode for process in processes]
@@ -279,8 +279,10 @@ def _wait(processes: list, deadline: float) -> int | None:
             if code not in (None, 0):
                 bad.append(rank)
         late = [rank for rank, code in enumerate(codes) if code is None]
-        if bad or not late:
-            return bad[0] if bad else None
+        if bad:
+            return min(bad, key=codes.__getitem__)
+        if not late:
+            return None
         if time.monotonic() > deadline:
             return late[0]
         time.sleep(0.1)

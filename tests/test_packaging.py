@@ -260,14 +260,14 @@ def test_every_import_is_declared():
     ],
 )
 def test_cuda_is_never_built_in_silence(tree, build_env, tmp_path, requested, home, says):
-    env = {"MOE_RUNTIME_BUILD_CUDA": requested, "CUDA_HOME": home}
     done = build(
         "build_wheel",
         tmp_path,
         tree,
         build_env,
         check=False,
-        **env,
+        MOE_RUNTIME_BUILD_CUDA=requested,
+        CUDA_HOME=home,
     )
     assert done.returncode != 0
     assert not list(tmp_path.iterdir())
@@ -281,13 +281,13 @@ def cuda_wheel(sdist, build_env, tmp_path_factory) -> Path:
     to query.
     """
     out = tmp_path_factory.mktemp("cuda_wheel")
-    env = {"MOE_RUNTIME_BUILD_CUDA": "1", "CUDA_VISIBLE_DEVICES": ""}
     build(
         "build_wheel",
         out,
         unpacked(sdist, out),
         build_env,
-        **env,
+        MOE_RUNTIME_BUILD_CUDA="1",
+        CUDA_VISIBLE_DEVICES="",
     )
     return next(out.glob("*.whl"))
 

@@ -21,6 +21,7 @@ from moe_runtime.io.checkpoint import (
 )
 from moe_runtime.io.files import read_json
 from tests.support.checkpoints import (
+    NOTHING_STAYS_OPEN,
     assert_same,
     random_tensor,
     siblings,
@@ -29,11 +30,7 @@ from tests.support.checkpoints import (
     write,
 )
 
-# an unclosed shard is an error
-pytestmark = [
-    pytest.mark.filterwarnings("error::ResourceWarning"),
-    pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = NOTHING_STAYS_OPEN
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5])

@@ -14,13 +14,9 @@ from safetensors.torch import load_file, save_file
 from moe_runtime.io import checkpoint
 from moe_runtime.io.checkpoint import INDEX, SINGLE, Checkpoint, TensorSpec, check_keys
 from moe_runtime.io.files import read_json
-from tests.support.checkpoints import raw_file, ten_tensors, write
+from tests.support.checkpoints import NOTHING_STAYS_OPEN, raw_file, ten_tensors, write
 
-# an unclosed shard is an error
-pytestmark = [
-    pytest.mark.filterwarnings("error::ResourceWarning"),
-    pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = NOTHING_STAYS_OPEN
 
 
 def sharded(tmp_path: Path) -> tuple[Path, dict]:

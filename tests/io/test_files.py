@@ -25,13 +25,16 @@ from moe_runtime.io.files import (
     read_json,
     sole_training,
 )
-from tests.support.checkpoints import assert_same, siblings, snapshot, ten_tensors, write
+from tests.support.checkpoints import (
+    NOTHING_STAYS_OPEN,
+    assert_same,
+    siblings,
+    snapshot,
+    ten_tensors,
+    write,
+)
 
-# an unclosed shard is an error
-pytestmark = [
-    pytest.mark.filterwarnings("error::ResourceWarning"),
-    pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = NOTHING_STAYS_OPEN
 
 
 def test_an_exception_leaves_nothing(tmp_path):

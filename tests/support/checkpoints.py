@@ -8,11 +8,17 @@ import os
 import struct
 from pathlib import Path
 
+import pytest
 import torch
 
 from moe_runtime.io.checkpoint import Checkpoint, CheckpointWriter
 
 ROOT = Path(__file__).parents[2]
+# for a file's pytestmark: a shard that is left open fails the test
+NOTHING_STAYS_OPEN = [
+    pytest.mark.filterwarnings("error::ResourceWarning"),
+    pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 def random_tensor(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:

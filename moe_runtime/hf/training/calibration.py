@@ -1,7 +1,7 @@
 """Text for a pass that scores a model: rows to ids, ids to batches, batches to a model's inputs.
 
 load_for_scoring    a folder's model, its experts run by moe_runtime, and its tokenizer
-sampled_ids         rows -> ids, up to a number of tokens
+load_with_batches   the same model, and a file's rows in batches
 sample_batches      ids -> batches of samples, packed or one per row
 model_inputs        batches up to a number of tokens, in step with other processes, as the
                     model's keyword arguments
@@ -36,7 +36,50 @@ def load_for_scoring(source: str | Path) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def sampled_ids(
+def load_with_batches(
+    source: str | Path,
+    rows: str | Path,
+    *,
+    n_tokens: int,
+    max_length: int,
+    packed: bool,
+    batch_size: int,
+    prompt: str,
+    seed: int,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[Any, Iterable[dict[str, torch.Tensor]]]:
+    """Load a model as `load_for_scoring`, and this process's batches of the file `rows`, with
+    `n_tokens` tokens over all processes.
+
+    `progress` is called with the tokens done and all tokens, those of the file if it has fewer.
+    Raises ValueError for an unreadable file and for tokens that are not in the vocabulary.
+    """
+    from moe_runtime.hf.training.trainer import check_ids
+
+    check_positive("n_tokens", n_tokens)
+    check_positive("max_length", max_length)
+    check_positive("batch_size", batch_size)
+    model, tokenizer = load_for_scoring(source)
+    process = ranks.state()
+    texts = data.read_rows(rows, answers=False).shuffle(seed=seed)
+    ids = _sampled_ids(tokenizer, texts, prompt, n_tokens, n_tokens if packed else max_length)
+    check_ids(model, map(max, ids), tokenizer)
+    batches = sample_batches(
+        ids,
+        n_tokens,
+        length=max_length,
+        packed=packed,
+        batch_size=batch_size,
+        seed=seed,
+        part=(process.process_index, process.num_processes),
+    )
+    if progress is not None:
+        total = min(n_tokens, sum(map(len, ids)))
+        batches = _reported(batches, total, process.num_processes, progress)
+    return model, batches
+
+
+def _sampled_ids(
     tokenizer: Any, rows: Iterable[Mapping], prompt: str, n_tokens: int, longest: int
 ) -> list[list[int]]:
     """Tokenize rows until they have `n_tokens`, each row cut at `longest`; the prompts' tokens
@@ -52,12 +95,12 @@ def sampled_ids(
     return ids
 
 
-def reported(
-    batches: Iterable[Mapping[str, torch.Tensor]],
+def _reported(
+    batches: Iterable[dict[str, torch.Tensor]],
     n_tokens: int,
     processes: int,
     progress: Callable[[int, int], None],
-) -> Iterator[Mapping[str, torch.Tensor]]:
+) -> Iterator[dict[str, torch.Tensor]]:
     """Yield batches, and report a batch's tokens over all processes when the next one is
     requested.
     """

@@ -25,9 +25,7 @@ from moe_runtime.hf.training.calibration import (
     SEED,
     TOKENS,
     load_for_scoring,
-    reported,
-    sample_batches,
-    sampled_ids,
+    load_with_batches,
 )
 from moe_runtime.hf.training.recording import Recorder, last_checkpoint
 from moe_runtime.hf.training.settings import (
@@ -40,7 +38,6 @@ from moe_runtime.hf.training.settings import (
     Training,
 )
 from moe_runtime.hf.training.trainable import layers_of
-from moe_runtime.hf.training.trainer import check_ids
 from moe_runtime.io import rows as data
 from moe_runtime.io.files import (
     atomic_write_json,
@@ -96,26 +93,17 @@ def score_folder(
     `packed` joins the rows to samples of `max_length` tokens, as in the paper; else each row is a
     sample. `prompt` is one of prompts.PROMPTS.
     """
-    check_positive("n_tokens", n_tokens)
-    check_positive("max_length", max_length)
-    check_positive("batch_size", batch_size)
-    model, tokenizer = load_for_scoring(source)
-    process = ranks.state()
-    texts = data.read_rows(rows, answers=False)
-    longest = n_tokens if packed else max_length
-    ids = sampled_ids(tokenizer, texts.shuffle(seed=seed), prompt, n_tokens, longest)
-    batches = sample_batches(
-        ids,
-        n_tokens,
-        length=max_length,
+    model, batches = load_with_batches(
+        source,
+        rows,
+        n_tokens=n_tokens,
+        max_length=max_length,
         packed=packed,
         batch_size=batch_size,
+        prompt=prompt,
         seed=seed,
-        part=(process.process_index, process.num_processes),
+        progress=progress,
     )
-    check_ids(model, map(max, ids), tokenizer)
-    if progress is not None:
-        batches = reported(batches, n_tokens, process.num_processes, progress)
     scores = esft.score_experts(model, batches, n_tokens, variant=variant, per_process=True)
     with ranks.leading() as main:
         if main:

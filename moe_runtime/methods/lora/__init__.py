@@ -168,9 +168,17 @@ def to_lora_moe(
             adapters.fill(layer, _pairs_of(module))
     if adapters is not None:
         add_to_backbone(model, adapters)
-    base = {"base_model_type": family.model_type, "base_architecture": type(model).__name__}
     swap.become_moe(
-        model, moe_fields(config, layers=layers, **base, method=method, stage="lora", lora=lora)
+        model,
+        moe_fields(
+            config,
+            layers=layers,
+            base_model_type=family.model_type,
+            base_architecture=type(model).__name__,
+            method=method,
+            stage="lora",
+            lora=lora,
+        ),
     )
     freeze_for_lora(model)
     return model

@@ -10,19 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_runtime.config import check_positive
 from moe_runtime.hf.training import fit, ranks
 from moe_runtime.hf.training.calibration import (
     LENGTH,
     SEED,
     TOKENS,
-    load_for_scoring,
+    load_with_batches,
     model_inputs,
-    reported,
-    sample_batches,
-    sampled_ids,
 )
-from moe_runtime.hf.training.trainer import check_ids
 from moe_runtime.io import rows as data
 from moe_runtime.io.files import check_out_file, files_print
 from moe_runtime.methods.shrink.statistics import ExpertStatistics, StatisticsRecorder
@@ -68,36 +63,30 @@ def score_folder(
         ValueError: The model has no stock MoE layers, or the text cannot be read.
     """
     check_out_file(out, overwrite, [source, rows])
-    for name, value in (("n_tokens", n_tokens), ("max_length", max_length)):
-        check_positive(name, value)
     settings = {
         "rows": [str(rows), files_print(rows)],
         "source": [str(source), files_print(source)],
         "read": [n_tokens, max_length, packed, batch_size, prompt, seed, outputs],
     }
-    model, tokenizer = load_for_scoring(source)
-    process = ranks.state()
-    texts = data.read_rows(rows, answers=False).shuffle(seed=seed)
-    ids = sampled_ids(tokenizer, texts, prompt, n_tokens, n_tokens if packed else max_length)
-    check_ids(model, map(max, ids), tokenizer)
-    batches = sample_batches(
-        ids,
-        n_tokens,
-        length=max_length,
+    model, batches = load_with_batches(
+        source,
+        rows,
+        n_tokens=n_tokens,
+        max_length=max_length,
         packed=packed,
         batch_size=batch_size,
+        prompt=prompt,
         seed=seed,
-        part=(process.process_index, process.num_processes),
+        progress=progress,
     )
-    if progress is not None:
-        batches = reported(batches, n_tokens, process.num_processes, progress)
+    processes = ranks.state().num_processes
     partial = Path(f"{out}.partial")
     facts = {"text": Path(rows).name, "model": Path(source).name}
     model.eval()
     with StatisticsRecorder(model, outputs) as recorder:
-        saves = _Saves(partial, recorder, settings, process.num_processes == 1)
+        saves = _Saves(partial, recorder, settings, processes == 1)
         batches = itertools.islice(batches, saves.resumed(), None)
-        left = max(n_tokens // process.num_processes - recorder.tokens, 1)
+        left = max(n_tokens // processes - recorder.tokens, 1)
         with torch.no_grad():
             for batch, only in model_inputs(model, batches, left):
                 recorder.only = only
@@ -213,10 +202,12 @@ def compare_folders(
 
 def load_any(source: str | Path) -> tuple[Any, Any]:
     """Return a model, dense or MoE, in its own dtype, and its tokenizer."""
-    from moe_runtime.hf.dropin.experts import register
+    from moe_runtime.hf.dropin.experts import patch, register
 
     register()
     model = ranks.load_model(source, "auto", ranks.state().device)
+    with contextlib.suppress(ValueError):  # a dense model, or experts of another library
+        patch(model)
     return model.eval(), ranks.load_tokenizer(source)
 
 

@@ -97,13 +97,6 @@ def assemble(
             "shared expert"
         )
     check_out_dir(out, overwrite, [*experts, base])
-    settings = {
-        "num_experts": len(experts),
-        "top_k": top_k,
-        "gate": gate,
-        "balance_loss": balance_loss,
-        "balance_loss_coef": balance_loss_coef,
-    }
     opened = [open_expert(path, base) for path in experts]
     first = opened[0] if opened else None
     if first is None or len({expert.kind == "lora" for expert in opened}) > 1:
@@ -111,7 +104,14 @@ def assemble(
             "experts must be one or more folders, either all adapters or none, but got "
             f"[{', '.join(expert.kind for expert in opened)}]"
         )
-    moe = folders.config_for_folder(first.config, **settings)
+    moe = folders.config_for_folder(
+        first.config,
+        num_experts=len(experts),
+        top_k=top_k,
+        gate=gate,
+        balance_loss=balance_loss,
+        balance_loss_coef=balance_loss_coef,
+    )
     rows = None
     if vectors is not None:
         L = first.config.num_hidden_layers

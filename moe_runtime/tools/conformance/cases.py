@@ -536,8 +536,9 @@ def fused(d: Draw) -> Case:
         return [v[f"hidden{s}"] for s in range(S)], [v[f"heads{s}"] for s in range(S)]
 
     def product(v, backend):
-        options = {"reduction": reduction, "backend": backend}
-        loss = fusion.fused_cross_entropy(*lists(v), v["gate"], v["labels"], **options)
+        loss = fusion.fused_cross_entropy(
+            *lists(v), v["gate"], v["labels"], reduction=reduction, backend=backend
+        )
         return {"loss": loss, "logits": fusion.fuse_logits(*lists(v), v["gate"])}
 
     def equation(v, actual):

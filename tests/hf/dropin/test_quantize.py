@@ -228,13 +228,11 @@ def test_casts_do_not_reach_the_bytes():
 
 
 def test_our_own_layer():
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_experts": 4,
-        "top_k": 2,
-    }
-    layer = MoE(MoEConfig(**sizes, gate="softmax_topk"))
+    layer = MoE(
+        MoEConfig(
+            hidden_size=64, intermediate_size=128, num_experts=4, top_k=2, gate="softmax_topk"
+        )
+    )
     x = torch.randn(5, 64)
     before = copy.deepcopy(layer)
     moe_runtime.quantize_experts(layer, "nf4")

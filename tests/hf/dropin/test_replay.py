@@ -244,13 +244,9 @@ def test_what_does_not_fit_is_refused_and_leaves_no_trace(make_calls, says):
 
 
 def test_a_layer_in_one_op_is_replayed_too():
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 8,
-        "num_experts": 6,
-        "top_k": 3,
-    }
-    layer = MoE(MoEConfig(**sizes, gate="softmax_topk"))
+    layer = MoE(
+        MoEConfig(hidden_size=16, intermediate_size=8, num_experts=6, top_k=3, gate="softmax_topk")
+    )
     torch.nn.init.normal_(layer.gate.weight)
     model = torch.nn.Sequential(layer)
     x = torch.randn(7, 16)

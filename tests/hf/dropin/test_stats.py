@@ -207,13 +207,9 @@ def test_reading_resets_when_asked_and_training_only_when_asked():
 def test_layers_of_different_sizes_are_counted_and_measured_separately(tmp_path):
     model = Toy()
     x = torch.randn(40, H)
-    sizes = {
-        "hidden_size": H,
-        "intermediate_size": 8,
-        "num_experts": 3,
-        "top_k": 2,
-    }
-    small = MoE(MoEConfig(**sizes, gate="softmax_topk"))
+    small = MoE(
+        MoEConfig(hidden_size=H, intermediate_size=8, num_experts=3, top_k=2, gate="softmax_topk")
+    )
     nn.init.zeros_(small.gate.weight)  # ties go to experts 0 and 1
     model.layers[1]["mlp"] = small
     seen = collect_router_stats(model, [x])

@@ -40,12 +40,9 @@ def gradients(model, **kwargs):
 @pytest.mark.parametrize("model_type", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("stage", ["moe", "mergeable"])
 def test_gradient_checkpointing_changes_nothing(model_type, stage):
-    settings = {
-        "balance_loss": "cv2",
-        "balance_loss_coef": 0.1,
-        "noisy_gate": True,
-    }
-    model = tiny.upcycled(model_type, **settings).train()
+    model = tiny.upcycled(
+        model_type, balance_loss="cv2", balance_loss_coef=0.1, noisy_gate=True
+    ).train()
     if stage == "mergeable":
         swap.moe_to_mergeable(model)
     torch.manual_seed(5)

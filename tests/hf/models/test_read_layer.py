@@ -14,13 +14,9 @@ def config(folder, **values):
 
 
 def test_layers_of_model_folders(tmp_path):
-    mixtral = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    }
-    assert config(tmp_path, **mixtral) == Layer(64, 96, 8, 2)
+    assert config(
+        tmp_path, hidden_size=64, intermediate_size=96, num_local_experts=8, num_experts_per_tok=2
+    ) == Layer(64, 96, 8, 2)
     qwen = {
         "hidden_size": 64,
         "intermediate_size": 999,

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from moe_runtime.hf.training import ranks
+from moe_runtime.hf.training import calibration, ranks
 from moe_runtime.io.files import read_json
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft import runs as esft_runs
@@ -205,12 +205,13 @@ def test_all_tokens_are_scored_those_of_long_prompts_too(home, tmp_path, packed,
     rows = [{"prompt": "Write " * 60 + str(i), "completion": "x"} for i in range(12)]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {"n_tokens": 300, "max_length": 24, "packed": packed}
     scores = esft_runs.score_folder(
         home / "base",
         data,
         tmp_path / "out.json",
-        **options,
+        n_tokens=300,
+        max_length=24,
+        packed=packed,
     )
     assert scores.n_tokens == n_tokens
 
@@ -222,7 +223,7 @@ def test_scored_rows_are_drawn_at_random(home, tmp_path, monkeypatch):
         drawn.extend(ids)
         raise Killed
 
-    monkeypatch.setattr(esft_runs, "sample_batches", note)
+    monkeypatch.setattr(calibration, "sample_batches", note)
     with pytest.raises(Killed):
         esft_runs.score_folder(
             home / "base", home / "rows.jsonl", tmp_path / "out.json", n_tokens=64, max_length=32
@@ -342,7 +343,7 @@ def test_two_processes_train_the_lora_of_one(home, tmp_path):
 def test_ep_size_that_does_not_divide_is_refused_before_anything_is_loaded(
     home, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(esft_runs, "load_for_scoring", None)
+    monkeypatch.setattr(ranks, "load_model", None)
     with pytest.raises(ValueError, match="ep_size must divide the run's 1 processes, but got 2"):
         train_alone(home, tmp_path / "out", ep_size=2)
     monkeypatch.setattr(

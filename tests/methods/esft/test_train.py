@@ -263,13 +263,15 @@ def test_trained_non_experts_are_cast_and_restored(tmp_path):
     with pytest.raises(ValueError, match="bf16 is False, but the trained parameters have another"):
         trainer_of(MoETrainer, tmp_path / "run", model=model)
     # steps that bfloat16 would round away
-    settings = {"max_steps": 2, "learning_rate": 1e-6, "weight_decay": 0.0, "save_strategy": "no"}
     trainer_of(
         MoETrainer,
         tmp_path / "run",
         model=model,
         bf16=True,
-        **settings,
+        max_steps=2,
+        learning_rate=1e-6,
+        weight_decay=0.0,
+        save_strategy="no",
     ).train()
     adapter = esft.adapter_of(model)
     assert {tensor.dtype for tensor in adapter.tensors.values()} == {torch.float32}

@@ -92,8 +92,9 @@ def test_adapters_become_the_experts(peft_folders):
         32,
         generator=torch.Generator().manual_seed(0),
     )
-    settings = {"vectors": vectors, "balance_loss": "switch", "method": "upit"}
-    model = to_lora_moe(tiny.dense(), experts=peft_folders, **settings)
+    model = to_lora_moe(
+        tiny.dense(), experts=peft_folders, vectors=vectors, balance_loss="switch", method="upit"
+    )
     block = model.config.moe_runtime
     assert (block["lora"]["rank"], block["lora"]["alpha"], block["method"]) == (2, 5.0, "upit")
     assert block["config"]["num_experts"] == 3

@@ -100,8 +100,9 @@ def test_experts_stand_one_after_the_other(tmp_path):
 def test_a_dense_model_comes_back_bit_for_bit(tmp_path):
     base = dense("mistral", sliding_window=None)
     base.save_pretrained(tmp_path / "base")
-    settings = {"num_experts": 4, "top_k": 2, "gate": "softmax_topk_renorm"}
-    upcycle_folder(tmp_path / "base", tmp_path / "moe", **settings)
+    upcycle_folder(
+        tmp_path / "base", tmp_path / "moe", num_experts=4, top_k=2, gate="softmax_topk_renorm"
+    )
     export_stock(tmp_path / "moe", tmp_path / "mixtral", to="mixtral")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mixtral")
     statistics = statistics_of(model)

@@ -134,12 +134,20 @@ def test_an_interrupted_pass_resumes(home, tmp_path, monkeypatch):
     partial = tmp_path / "resumed.st.partial"
     assert ExpertStatistics.load(partial).tokens == 6 * 16
     assert not out.exists()
-    calls.clear()
-    resumed = score_folder(
-        home / "base", home / "rows.jsonl", out, progress=lambda d, t: calls.append(d), **OPTIONS
-    )
+    resumed = score_folder(home / "base", home / "rows.jsonl", out, **OPTIONS)
     assert equal(resumed, whole)
     assert not partial.exists()
+
+
+def test_progress_ends_with_a_text_that_has_fewer_tokens(home, tmp_path):
+    calls = []
+    found = score_folder(
+        home / "base",
+        home / "rows.jsonl",
+        tmp_path / "all.st",
+        progress=lambda *call: calls.append(call),
+    )
+    assert calls[-1] == (found.tokens, found.tokens)
 
 
 def test_another_pass_does_not_resume(home, tmp_path, monkeypatch):
@@ -159,6 +167,8 @@ def test_a_model_compared_with_itself(home):
     assert found.loss == found.loss_before > 0
     assert found.divergence == pytest.approx(0, abs=1e-6)
     assert (found.agreement, found.examples) == (1, 8)
+    model, _ = runs.load_any(home / "base")
+    assert model.config._experts_implementation == "moe_runtime"
 
 
 def invoke(line: str, **folders) -> str:

@@ -131,11 +131,13 @@ def estimate(size, setting: str):
     where, dtype, optimizer = SETTINGS[setting]
     with torch.device("meta"):
         model = adapted(blank(size), where, dtype)
-    how = {"optimizer": optimizer, "packed": "nf4", "checkpointing": True, "bf16": True}
     return memory.estimate(
         model,
         lambda: memory.causal_batch(size.rows, size.length),
-        **how,
+        optimizer=optimizer,
+        packed="nf4",
+        checkpointing=True,
+        bf16=True,
     )
 
 

@@ -29,7 +29,9 @@ def layer(benches: list[Bench]):
         for bench in benches:
             if bench.function == function and any(map(is_ours, bench.rows)):
                 measured.append(bench)
-    return _layer_bars(measured) if measured else None
+    if not measured:
+        return None
+    return _layer_bars(measured)
 
 
 def ratios(bench: Bench) -> dict[str, float]:
@@ -117,13 +119,14 @@ def _panel(axes, group: list[Bench]) -> None:
     axes.xaxis.minorticks_off()
     for bench in group:
         if (lost := loss(bench)) is not None:
-            look = {"markersize": 11, "markerfacecolor": "none", "color": INK}
             axes.plot(
                 bench.tokens,
                 lost.rate,
                 "o",
                 label="faster",
-                **look,
+                markersize=11,
+                markerfacecolor="none",
+                color=INK,
             )
     axes.set_xlabel("\n".join(["T (1k = 1024)", *_losses(group)]), fontsize=SMALL)
     axes.set_ylabel(RATE, fontsize=SMALL)

@@ -94,8 +94,12 @@ def forked(code: str, *args) -> subprocess.CompletedProcess:
         is_late = process.is_alive()
         process.kill()
         process.join()
-        printed = [Path(folder, name) for name in ("out", "errors")]
-        texts = [file.read_text() if file.exists() else "" for file in printed]
+        texts = []
+        for name in ("out", "errors"):
+            text = ""
+            if Path(folder, name).exists():
+                text = Path(folder, name).read_text()
+            texts.append(text)
     assert not is_late, f"{args} did not end within {PATIENCE} seconds:\n{texts[1][-6000:]}"
     return subprocess.CompletedProcess([*map(str, args)], process.exitcode, *texts)
 

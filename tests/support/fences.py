@@ -31,7 +31,6 @@ class Fence(NamedTuple):
     language: str
     options: dict[str, str]
     text: str
-    before: str  # the line of text above it
 
     @property
     def place(self) -> str:
@@ -42,7 +41,6 @@ def fences(path: Path) -> list[Fence]:
     """List the blocks of a page; an unterminated block is an error."""
     found = []
     opened = None
-    last = ""
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if opened is None and line.lstrip().startswith("```"):
             language, *options = line.strip()[3:].split()
@@ -56,14 +54,11 @@ def fences(path: Path) -> list[Fence]:
                     language,
                     options,
                     "".join(lines),
-                    last,
                 )
             )
             opened = None
         elif opened is not None:
             opened[3].append(line + "\n")
-        elif line.strip():
-            last = line
     assert opened is None, f"{path}:{opened[0]} does not end"
     return found
 

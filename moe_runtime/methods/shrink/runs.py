@@ -63,11 +63,6 @@ def score_folder(
         ValueError: The model has no stock MoE layers, or the text cannot be read.
     """
     check_out_file(out, overwrite, [source, rows])
-    settings = {
-        "rows": [str(rows), files_print(rows)],
-        "source": [str(source), files_print(source)],
-        "read": [n_tokens, max_length, packed, batch_size, prompt, seed, outputs],
-    }
     model, batches = load_with_batches(
         source,
         rows,
@@ -80,6 +75,11 @@ def score_folder(
         progress=progress,
     )
     processes = ranks.state().num_processes
+    settings = {
+        "rows": [str(rows), files_print(rows)],
+        "source": [str(source), files_print(source)],
+        "read": [n_tokens, max_length, packed, batch_size, prompt, seed, outputs],
+    }
     partial = Path(f"{out}.partial")
     facts = {"text": Path(rows).name, "model": Path(source).name}
     model.eval()

@@ -116,9 +116,11 @@ PREPARED = {
 def test_python_runs(fence, models, tmp_path, monkeypatch):
     shutil.copytree(models, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    names = PREPARED[fence.page](tmp_path, monkeypatch) if fence.page in PREPARED else {}
-    text = "\n" * fence.line + fence.text
-    exec(compile(text, fence.page, "exec"), names | {"__name__": "__main__"})
+    names = {"__name__": "__main__"}
+    if fence.page in PREPARED:
+        names |= PREPARED[fence.page](tmp_path, monkeypatch)
+    text_at_its_line = "\n" * fence.line + fence.text
+    exec(compile(text_at_its_line, fence.page, "exec"), names)
 
 
 @pytest.mark.parametrize("fence", LOADED, **place)

@@ -371,9 +371,17 @@ def lora_experts(d: Draw) -> Case:
         pairs = {name: lora.LoRA(v[f"{name}_a"], v[f"{name}_b"]) for name in targets}
         added = {name: v[name] for name in base if name.endswith("_bias")}
         weights = [v[f"{name}_proj"] for name in PROJECTIONS]
-        options = {"scaling": scaling, "act": act, "recompute": recompute, "backend": backend}
         out = lora.lora_mlp(
-            v["x"], *weights, v["weight"], v.get("ids"), **pairs, **added, **options
+            v["x"],
+            *weights,
+            v["weight"],
+            v.get("ids"),
+            **pairs,
+            **added,
+            scaling=scaling,
+            act=act,
+            recompute=recompute,
+            backend=backend,
         )
         return {"out": out}
 
@@ -438,7 +446,10 @@ def frozen_experts(d: Draw) -> Case:
             if packing:
                 stack = Stack(data, scales, packing, tuple(means[name].shape))
             held.append(stack)
-            pairs.append(Pair(v[f"{name}_a"], v[f"{name}_b"]) if name in adapted else None)
+            pair = None
+            if name in adapted:
+                pair = Pair(v[f"{name}_a"], v[f"{name}_b"])
+            pairs.append(pair)
         whole = FrozenExperts(*held, *biases(v).values(), *pairs, Activation(**form))
         return {"out": frozen_mlp.frozen_mlp(v["x"], whole, v["weight"], v["ids"], backend)[0]}
 

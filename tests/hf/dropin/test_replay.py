@@ -303,7 +303,10 @@ def test_ids_of_an_engine_that_do_not_fit():
     model = model_of("qwen3_moe")
     mask = batch(padding=3)["attention_mask"]
     right = [torch.zeros(9, 2, 2), torch.zeros(6, 2, 2)]
-    for ids in (right[:1], [right[0], torch.zeros(7, 2, 2)], [right[0], torch.zeros(6, 3, 2)]):
+    one_row = right[:1]
+    too_many_tokens = [right[0], torch.zeros(7, 2, 2)]
+    too_many_layers = [right[0], torch.zeros(6, 3, 2)]
+    for ids in (one_row, too_many_tokens, too_many_layers):
         with pytest.raises(ValueError, match=r"ids must be tensors \[tokens, 2, K\]"):
             RoutingRecord.from_engine(model, ids, mask)
     with pytest.raises(ValueError, match="integers from 0 to 7"):

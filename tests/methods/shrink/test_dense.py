@@ -91,10 +91,11 @@ def test_experts_stand_one_after_the_other(tmp_path):
     for number, ids in receipt.facts["kept"].items():
         experts = model.model.layers[number].mlp.experts
         gate, up = experts.gate_up_proj[ids].chunk(2, dim=1)
-        assert torch.equal(mlps[number].gate_proj.weight, gate.flatten(0, 1))
-        assert torch.equal(mlps[number].up_proj.weight, up.flatten(0, 1))
-        down = torch.cat([*experts.down_proj[ids]], 1) / 3
-        assert torch.allclose(mlps[number].down_proj.weight, down)
+        mean_down = torch.cat([*experts.down_proj[ids]], 1) / 3
+        mlp = mlps[number]
+        assert torch.equal(mlp.gate_proj.weight, gate.flatten(0, 1))
+        assert torch.equal(mlp.up_proj.weight, up.flatten(0, 1))
+        assert torch.allclose(mlp.down_proj.weight, mean_down)
 
 
 def test_a_dense_model_comes_back_bit_for_bit(tmp_path):

@@ -459,6 +459,7 @@ def _sweep(axes, report, extra: dict) -> None:
             alpha=0.15,
             linewidth=0,
         )
+    axes.margins(x=0.1)  # for the points that stand aside, below
     kinds: dict[str, list] = {}
     lines = itertools.cycle((":", "-.", (0, (1, 3))))
     for entry in report.entries:

@@ -520,13 +520,13 @@ def tokenized_domains(tokenizer, domains: Mapping, max_length: int) -> dict:
             "held_out": pairs[name][1],
         }
         for part, limit in (("train", domain.limit), ("held_out", counts[name])):
-            how = {"prompt": domain.prompt, "train_on": domain.train_on}
             parts[f"{name}-{part}"] = data.tokenize_pairs(
                 tokenizer,
                 rows[part],
                 max_length,
                 limit=limit,
-                **how,
+                prompt=domain.prompt,
+                train_on=domain.train_on,
             )
         if domain.validation_rows:
             judging = parts[f"{name}-held_out"]

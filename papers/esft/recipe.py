@@ -69,13 +69,13 @@ def task_rows(tokenizer, task, recipe) -> dict:
         ("validation", validation, task.validation_rows),
         ("held_out", held_out, task.held_out_rows),
     ):
-        how = {"prompt": task.prompt, "train_on": task.train_on}
         parts[name] = data.tokenize_pairs(
             tokenizer,
             rows,
             recipe.max_length,
             limit=count,
-            **how,
+            prompt=task.prompt,
+            train_on=task.train_on,
         )
     if recipe.pack:
         parts["train"] = join(

@@ -417,8 +417,12 @@ class XftStages(KeptStages):
         """
         with ranks.leading() as main:
             if main:
-                options = {"shared_rate": shared_rate, "alpha": alpha}
-                alpha = folders.merge_folder(moe.folder, target, **options).alpha
+                alpha = folders.merge_folder(
+                    moe.folder,
+                    target,
+                    shared_rate=shared_rate,
+                    alpha=alpha,
+                ).alpha
         return ranks.agree(alpha)
 
     def _judge(self, model: Path | torch.nn.Module) -> dict:

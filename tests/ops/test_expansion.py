@@ -198,18 +198,15 @@ def test_drop_rates(drop, backend, device):
     base = torch.ones(40_000, device=device)
     first = base + 2
     second = base + 3
-    options = {
-        "weights": (0.5, 0.5),
-        "seed": 3,
-        "tensor": "w",
-        "backend": backend,
-    }
     found = dare_merge(
         first,
         second,
         base,
         drop=drop,
-        **options,
+        weights=(0.5, 0.5),
+        seed=3,
+        tensor="w",
+        backend=backend,
     ).cpu()
     if drop == 0:
         assert (found == 3.5).all()

@@ -137,9 +137,9 @@ def test_wide_pairs_of_a_narrow_model_are_saved_as_they_are(form, tmp_path):
 
 @FORMS
 def test_a_model_of_the_config_alone_is_drawn_alike(form):
-    sizes = {"hidden_size": 64, "intermediate_size": 96}  # large enough to estimate a spread
+    # large enough to estimate a spread
     made = to_lora_moe(
-        tiny.dense(**sizes),
+        tiny.dense(hidden_size=64, intermediate_size=96),
         num_experts=4,
         form=form,
         initializer_range=0.3,
@@ -210,8 +210,12 @@ def test_vectors_are_the_rows_of_the_layers_as_they_are_named(layers, rows):
 @FORMS
 @pytest.mark.parametrize("train_backbone", [False, True])
 def test_trains_what_it_says_bit_for_bit(form, train_backbone):
-    balance = {"balance_loss": "switch", "balance_loss_coef": 0.1}
-    model = lora_model(form=form, train_backbone=train_backbone, **balance).train()
+    model = lora_model(
+        form=form,
+        train_backbone=train_backbone,
+        balance_loss="switch",
+        balance_loss_coef=0.1,
+    ).train()
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW(
         model.parameters(),

@@ -238,17 +238,14 @@ def test_a_training_that_stops_early_saves_its_last_step_and_not_its_best(base, 
     """The greatest loss counts as the best, which is that of step 2; training ends at step 4."""
     stop = EarlyStoppingCallback(1)
     experts = ExpertCheckpoints(tmp_path / "experts", every_steps=3)
-    settings = {
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_strategy": "steps",
-        "save_steps": 2,
-    }
     run = trainer(
         loaded(base),
         tmp_path / "run",
         *([experts, stop] if first else [stop, experts]),
-        **settings,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
         load_best_model_at_end=True,
         metric_for_best_model="loss",
         greater_is_better=True,

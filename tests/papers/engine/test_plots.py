@@ -2,9 +2,12 @@
 dark pages.
 """
 
+from types import SimpleNamespace
+
 from matplotlib.image import imread
 
 from papers.engine import plots
+from papers.engine.tables import Entry
 
 # Machado, Oliveira and Fernandes, 2009, severity 1: linear RGB as seen with protanopia or
 # deuteranopia
@@ -20,3 +23,22 @@ def test_files_follow_the_page_and_are_the_same_each_time(tmp_path):
     assert "a $x$ b</text>" in text
     assert "'DejaVu Sans', 'Verdana', sans-serif" in text
     assert imread(tmp_path / "c.png").shape[:2] == (300, 300)
+
+
+def test_points_beside_each_other_stay_inside_the_axes():
+    rates = {f"{kind}, {rate}": rate for kind in "abcdefgh" for rate in (1, 2)}
+    entries = [Entry(name, [SimpleNamespace(loss=1.0)]) for name in rates]
+    report = SimpleNamespace(
+        entries=entries,
+        entry=lambda name: entries[0],
+        reference="a, 1",
+        seeds=(0,),
+        title="",
+        source="",
+        summary=(),
+        extra={"x": rates, "x_label": ""},
+    )
+    (axes,) = plots.sweep(report).axes
+    for points, *_ in axes.containers:
+        pixels = points.get_transform().transform(points.get_xydata())
+        assert all(map(axes.bbox.contains, *pixels.T))

@@ -214,7 +214,8 @@ Parts parts_of_scratch(int dtype, int64_t T, int64_t H, int64_t I, int64_t E, in
     const bool tiled = variant->kernels->tiled[dtype / 2];
     const int64_t piece = tiled ? Tiled::rows(H) : Experts::PIECE, block = tiled ? Tiled::BLOCK : 1;
     const int64_t slots = T * K, most = slots < Experts::PIECE ? slots : Experts::PIECE;  // rows of a piece
-    const bool broad = slots >= 64 * E && H >= 4 * Experts::PANEL * threads;  // rows are read half as often
+    // rows are read half as often, and every thread still has two units
+    const bool broad = slots >= 64 * E && H >= 4 * Experts::PANEL * threads;
     const int64_t columns = tiled ? Tiled::COLUMNS : broad ? 2 * Experts::PANEL : Experts::PANEL, units = blocks(H, columns);
     const int64_t parts = token_parts(T, units, E, K, tiled ? blocks(T * columns * 4, Tiled::BYTES) : 1, threads);
     int64_t up = Experts::product(Experts::PANELS, most) * 4, down = Experts::product(columns / Experts::PANEL, most) * 4;

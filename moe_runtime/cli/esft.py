@@ -90,12 +90,12 @@ def score(
         typer.echo(
             f"next: moe-runtime esft select --summary {out} --score gate --p 0.1 --out config.json"
         )
-    counts = {
+    return {
         "tokens": scores.n_tokens,
         "layers": len(scores.layers),
         "experts": scores.num_experts,
+        "files": [out],
     }
-    return counts | {"files": [out]}
 
 
 @verb(app, "--summary law/summary.json --score gate --p 0.1 --out law/config.json")
@@ -202,6 +202,10 @@ def train(
         option("Train LoRA of the selected experts; writes an adapter that PEFT reads.", "--lora"),
     ] = False,
     rank: Annotated[int, option("With --lora: rank of each expert's matrices.")] = 8,
+    ranks: Annotated[
+        Path | None,
+        option('JSON file {"layer.expert": rank} of other ranks; implies --lora.'),
+    ] = None,
     alpha: Annotated[float, option("With --lora: the scaling is alpha / rank.")] = 16.0,
     ep_size: Annotated[
         int, option("Processes to shard each layer's experts over (expert parallelism).")
@@ -222,7 +226,7 @@ def train(
     one_gpu()
     require("datasets")
     pair = None
-    if lora:
+    if lora or ranks is not None:
         require("peft")
         pair = (rank, alpha)
     from moe_runtime.config import check_choice
@@ -265,6 +269,7 @@ def train(
             overwrite=overwrite,
             on_step=on_step,
             lora=pair,
+            lora_ranks=ranks,
         )
     if console.is_main():
         share = receipt.trained_parameters / receipt.total_parameters

@@ -65,8 +65,15 @@ def stats(
         dead = int(stats.dead[i].sum())
         violation = float(stats.max_violation[i])
         entropy = float(stats.entropy[i])
-        row = {"layer": name, "slots": slots, "dead": dead}
-        layers.append(row | {"max_violation": violation, "entropy": entropy})
+        layers.append(
+            {
+                "layer": name,
+                "slots": slots,
+                "dead": dead,
+                "max_violation": violation,
+                "entropy": entropy,
+            }
+        )
         typer.echo(f"{name:>8s}{len(slots):9d}{dead:6d}{violation:15.2f}{entropy:9.2f}")
     warning = stats.warning()
     if warning:

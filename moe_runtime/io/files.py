@@ -421,9 +421,9 @@ def atomic_folder(path: str | os.PathLike, overwrite: bool = False) -> Iterator[
             if is_busy:
                 raise BlockingIOError(errno.EBUSY, "another process is writing it", str(path))
         except OSError as error:
-            reason = f"no file can be created beside it ({error.strerror})"
             raise ValueError(
-                f"Output folder {path} cannot be written: {reason}. Choose another"
+                f"Output folder {path} cannot be written: no file can be created beside it "
+                f"({error.strerror}). Choose another"
             ) from error
         stack.enter_context(naming(path, tmp))
         check_out_dir(path, overwrite)  # a killed writer may have set it aside, and it is back now

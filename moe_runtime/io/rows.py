@@ -116,10 +116,9 @@ def read_rows(path_or_id: str | Path, split: str = "train", answers: bool = True
         if path.is_file() and path.suffix == ".jsonl":
             return _read_lines(datasets, path, name, answers)
         if path.is_file():
-            files = {split: str(path)}
             rows = datasets.load_dataset(
                 BUILDERS[path.suffix],
-                data_files=files,
+                data_files={split: str(path)},
                 split=split,
             )
         else:

@@ -246,9 +246,8 @@ class LoRAMoE(MoE):
     def to_moe(self) -> MoE:
         """Return an equivalent layer (up to rounding) with whole experts and a copied router."""
         config = MoEConfig.from_dict(self.config.to_dict() | {"bias": self.experts.has_bias()})
-        weight = self.experts.base.down_proj.weight
         with torch.device("meta"):
-            moe = MoE(config, dtype=weight.dtype)
+            moe = MoE(config, dtype=self.experts.base.down_proj.weight.dtype)
         state = {f"gate.{name}": value.clone() for name, value in self.gate.state_dict().items()}
         state |= {f"experts.{name}": value for name, value in self.experts.merged_experts().items()}
         moe.load_state_dict(state, assign=True)

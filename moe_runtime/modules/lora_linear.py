@@ -126,9 +126,8 @@ class LinearExperts:
     def merged_weight(self, target: str, alpha: Tensor) -> Tensor:
         """Return W + scaling sum_e alpha_e b_e^T a_e [out, in] in the base's dtype, `alpha` [E]."""
         check_plain(self.linears[target].base, target)
-        weight = self.linears[target].base.weight
         return add_pairs(
-            weight,
+            self.linears[target].base.weight,
             self.lora_a[target],
             self.lora_b[target],
             alpha * self.scaling,

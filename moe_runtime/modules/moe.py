@@ -444,5 +444,7 @@ class MoE(nn.Module):
     def extra_repr(self) -> str:
         """Show the sizes in print(model)."""
         c = self.config
-        sizes = f"hidden_size={c.hidden_size}, intermediate_size={c.intermediate_size}"
-        return f"num_experts={c.num_experts}, top_k={c.top_k}, gate={c.gate}, {sizes}"
+        return (
+            f"num_experts={c.num_experts}, top_k={c.top_k}, gate={c.gate}, "
+            f"hidden_size={c.hidden_size}, intermediate_size={c.intermediate_size}"
+        )

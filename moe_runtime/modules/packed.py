@@ -312,8 +312,10 @@ def from_saved(
     fmt = packed.of_name(base)
     width = Q * fmt.data_bits // 8
     if data.numel() != E * P * width or data.dtype != fmt.dtype:
-        expected = f"{E * P * width} elements of {fmt.dtype} for {[E, P, Q]}"
-        raise ValueError(f"{keys[0]} must have {expected}, but is {list(data.shape)} {data.dtype}")
+        raise ValueError(
+            f"{keys[0]} must have {E * P * width} elements of {fmt.dtype} for {[E, P, Q]}, but is "
+            f"{list(data.shape)} {data.dtype}"
+        )
     stack = Packed(data.reshape(E, P, width), [scale.contiguous() for scale in scales], form)
     checked = stack.scales
     if all_experts > E and base == "nf4":

@@ -45,8 +45,9 @@ def cv2(v: Tensor) -> Tensor:
 
 def selection_mask(config: MoEConfig, topk_idx: Tensor) -> Tensor:
     """Return which routed experts each token selected, [T, R] bool, from `topk_idx` [T, K]."""
-    shape = (topk_idx.shape[0], config.num_experts)
-    mask = torch.zeros(shape, dtype=torch.bool, device=topk_idx.device)
+    mask = torch.zeros(
+        topk_idx.shape[0], config.num_experts, dtype=torch.bool, device=topk_idx.device
+    )
     mask.scatter_(1, topk_idx.long(), True)
     return mask[:, int(config.has_shared_expert) :]
 

@@ -100,8 +100,10 @@ def check_trained(
     if trained is None:
         return
     if not matches(trained, (*trained.shape[:1], *stack.shape[1:]), stack):
-        expected = f"[n, *{list(stack.shape[1:])}] {stack.dtype} on {stack.device}"
-        raise ValueError(f"Expected {expected}, but {name} is {kind(trained)}")
+        raise ValueError(
+            f"Expected [n, *{list(stack.shape[1:])}] {stack.dtype} on {stack.device}, but {name} "
+            f"is {kind(trained)}"
+        )
     if stack.requires_grad:
         raise ValueError(
             f"The stack of {name} must be frozen, as only `trained` is trained, but it requires a "

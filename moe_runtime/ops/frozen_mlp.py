@@ -129,12 +129,11 @@ def _check(x: Tensor, experts: FrozenExperts) -> None:
     experts.activation.check()
     up = experts.up
     down = experts.down
-    gated = experts.activation.gated
     E, Z, I = check_sizes(
         x,
         up.shape,
         down.shape,
-        gated,
+        experts.activation.gated,
         ("up", "down"),
     )
     H = x.shape[1]

@@ -95,8 +95,7 @@ def mixed_backward(
         wide_zeros(pairs.up_b, needs.up_b),
         wide_zeros(pairs.down_a, needs.down_a and dq is not None),
     ]
-    outputs = (dz, dlow, dots, *grads)
-    _call("moert_cpu_lora_backward", i, z, pairs, low, rows, dh, dq, *outputs)
+    _call("moert_cpu_lora_backward", i, z, pairs, low, rows, dh, dq, dz, dlow, dots, *grads)
     dweight = torch.zeros(T, i.E)
     dweight[rows.token, rows.expert] = dots
     narrow = [None if grad is None else grad.to(z.dtype) for grad in grads]

@@ -202,12 +202,11 @@ def check_experts(x: Tensor, experts: ExpertStacks) -> None:
     check_choice("shared", experts.shared, SHARED_MODES)
     up = experts.up
     down = experts.down
-    gated = experts.activation.gated
     E, Z, I = check_sizes(
         x,
         up.shape,
         down.shape,
-        gated,
+        experts.activation.gated,
         ("gate_up_proj", "down_proj"),
     )
     H = x.shape[1]

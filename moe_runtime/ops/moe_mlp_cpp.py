@@ -52,9 +52,8 @@ class RowPlan(Rows):
         offsets: Tensor,
         row_slot: Tensor,
     ):
-        up = experts.up.shape
         super().__init__(
-            up,
+            experts.up.shape,
             experts.down.shape[2],
             topk_weight,
             offsets.tolist(),

@@ -80,10 +80,9 @@ class Steps(Rows):
         row_slot: Tensor,
         folded: bool,
     ):
-        up = experts.up.shape
         row_slot = row_slot.long()
         super().__init__(
-            up,
+            experts.up.shape,
             experts.down.shape[2],
             topk_weight,
             offsets.tolist(),

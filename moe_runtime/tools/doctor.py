@@ -105,8 +105,13 @@ def summary(facts: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
     for op, text in facts["backends"].items():
         chosen = re.split("[;:]", text)[0]
         backends[chosen] = ", ".join(filter(None, (backends.get(chosen), op)))
-    short = {"versions": versions, "devices": facts["devices"], "backends": backends}
-    return short | {"hints": facts["hints"], "problems": facts["problems"]}
+    return {
+        "versions": versions,
+        "devices": facts["devices"],
+        "backends": backends,
+        "hints": facts["hints"],
+        "problems": facts["problems"],
+    }
 
 
 def _hints(facts: dict, problems: dict) -> Iterator[tuple[str, str]]:
@@ -321,8 +326,11 @@ def _problems(facts: dict, torch, reason: str) -> Iterator[tuple[str, str]]:
         if ". " in text:
             yield name, f"{name} is {text}"
     if torch is None:
-        remedy = f"Run pip install --force-reinstall 'torch{SUPPORTED['torch']}'"
-        yield "torch", f"torch cannot be imported: {reason}. {remedy}"
+        yield (
+            "torch",
+            f"torch cannot be imported: {reason}. Run pip install --force-reinstall "
+            f"'torch{SUPPORTED['torch']}'",
+        )
     else:
         yield from _device_problems(torch, facts["packages"]["triton"])
         yield from _numpy_problems(torch)
@@ -409,8 +417,10 @@ def interpreter_problem() -> str | None:
     """
     with contextlib.suppress(Exception):  # an unreadable version is reported elsewhere
         if _numbers("triton") < (3, 7) and _numbers("numpy") >= (2, 4):
-            text = "numpy is 2.4 or newer, but the interpreter of triton<3.7 requires numpy<2.4"
-            return f"{text}. Run pip install 'numpy<2.4'"
+            return (
+                "numpy is 2.4 or newer, but the interpreter of triton<3.7 requires numpy<2.4. Run "
+                "pip install 'numpy<2.4'"
+            )
     return None
 
 

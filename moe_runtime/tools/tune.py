@@ -51,8 +51,10 @@ class ContextLost(RuntimeError):
     """A config broke the CUDA context, so nothing can run in this process anymore."""
 
     def __init__(self, tile: Tile, note: str):
-        remedy = "Rerun the command, which will skip this config"
-        super().__init__(f"{tile} broke the CUDA context ({note}). {remedy}")
+        super().__init__(
+            f"{tile} broke the CUDA context ({note}). Rerun the command, which will skip this "
+            "config"
+        )
         self.tile = tile
 
 
@@ -346,11 +348,10 @@ def measure(
                 "note": note,
             }
         )
-    table = {"tile": built_in._asdict(), "ms": times[built_in]}
     return {
         "tile": best._asdict(),
         "ms": times[best],
-        "table": table,
+        "table": {"tile": built_in._asdict(), "ms": times[built_in]},
         "candidates": tried,
     }
 
@@ -411,8 +412,10 @@ class Outcome(NamedTuple):
         if self.entry is None:
             return ", ".join(filter(None, (f"{self.title}: {self.state}", self.note)))
         tile = Tile(**self.entry["tile"]).short()
-        times = f"{self.entry['ms']:.3f} ms; built in {self.entry['table']['ms']:.3f} ms"
-        return f"{self.title}: {tile}, {times} ({self.state})"
+        return (
+            f"{self.title}: {tile}, {self.entry['ms']:.3f} ms; built in "
+            f"{self.entry['table']['ms']:.3f} ms ({self.state})"
+        )
 
 
 def tune(

@@ -20,6 +20,7 @@ CASES = [
     ),
     (TRAIN + "--any-weights", RUNS + "train_folder", {"check_weights": False, "lora": None}),
     (TRAIN + "--lora --rank 3", RUNS + "train_folder", {"check_weights": True, "lora": (3, 16)}),
+    (TRAIN + "--ranks r", RUNS + "train_folder", {"lora": (8, 16), "lora_ranks": Path("r")}),
     ("esft score m --data d --out o --no-pack", RUNS + "score_folder", {"packed": False}),
     (
         "esft merge b a o --any-weights",

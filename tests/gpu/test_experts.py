@@ -77,10 +77,9 @@ def layer_results(module, implementation: str, wide: bool) -> dict[str, torch.Te
     module = module.to(dtype)
     module.config._experts_implementation = implementation
     generator = torch.Generator().manual_seed(1)
-    E = module.num_experts
     H = module.down_proj.shape[2 if module.is_transposed else 1]
     x = torch.randn(300, H, generator=generator).bfloat16().cuda().to(dtype).requires_grad_()
-    idx = torch.rand(300, E, generator=generator).topk(4).indices.cuda()
+    idx = torch.rand(300, module.num_experts, generator=generator).topk(4).indices.cuda()
     weight = (
         torch.rand(300, 4, generator=generator)
         .cuda()

@@ -263,8 +263,9 @@ def test_a_second_gradient_is_refused_by_name(is_frozen, reduction, op, backend,
     for tensor in (*hidden, *heads):
         tensor.requires_grad_(not is_frozen)
     gate.requires_grad_()
-    options = {"reduction": reduction, "backend": backend}
-    loss = fused_cross_entropy(hidden, heads, gate, labels, **options).sum()
+    loss = fused_cross_entropy(
+        hidden, heads, gate, labels, reduction=reduction, backend=backend
+    ).sum()
     (dgate,) = torch.autograd.grad(loss, gate, create_graph=True)
     assert dgate.abs().sum() > 0
     with pytest.raises(RuntimeError, match=f"moe_runtime::{op} has no second derivative"):

@@ -45,14 +45,14 @@ def whole(v, gate, backend, recompute=False, shared="group", top_k=K, **activati
         activation=Activation(**activation),
         shared=shared,
     )
-    options = {"recompute": recompute, "backend": backend}
     return moe_layer(
         v["x"],
         v["router"],
         experts,
         top_k,
         gate,
-        **options,
+        recompute=recompute,
+        backend=backend,
     )
 
 
@@ -60,14 +60,14 @@ def halves(v, gate, backend, **options):
     logits = v["x"] @ v["router"].t()
     router = "torch" if backend == "cpp" else backend
     weight, idx = route(logits, K, gate, backend=router)
-    biases = {"gate_up_bias": v.get("up_bias"), "down_bias": v.get("down_bias")}
     out = moe_mlp(
         v["x"],
         v["up"],
         v["down"],
         weight,
         idx,
-        **biases,
+        gate_up_bias=v.get("up_bias"),
+        down_bias=v.get("down_bias"),
         **options,
         backend=backend,
     )
@@ -186,8 +186,16 @@ def test_dense_shared_expert_wants_the_last_slot_of_every_token():
 
 
 def module_of(**config):
-    sizes = {"hidden_size": H, "intermediate_size": I, "num_experts": E, "top_k": K}
-    return MoE(MoEConfig(**sizes, initializer_range=0.3, **config))
+    return MoE(
+        MoEConfig(
+            hidden_size=H,
+            intermediate_size=I,
+            num_experts=E,
+            top_k=K,
+            initializer_range=0.3,
+            **config,
+        )
+    )
 
 
 @pytest.fixture

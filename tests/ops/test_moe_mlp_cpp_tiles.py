@@ -23,7 +23,6 @@ def exact(case):
     v = {name: leaf.double() for name, leaf in case.leaves.items()}
     weight = v.pop("topk_weight")
     x, up, down = (v.pop(name) for name in ("x", "up", "down"))
-    options = {"act": case.act, "gated": case.gated}
     return moe_eager(
         x,
         up,
@@ -31,7 +30,8 @@ def exact(case):
         weight,
         case.topk_idx,
         **v,
-        **options,
+        act=case.act,
+        gated=case.gated,
         **case.form,
     )
 

@@ -34,13 +34,9 @@ def write_model(folder: Path) -> Path:
         for row in task_rows(name, train=16, held_out=1).train:
             texts.append(row["prompt"] + row["completion"])
     tokenizer = train_tokenizer(texts, 320)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_layers": 2,
-        "max_length": 256,
-    }
-    small_llama(tokenizer, seed=0, **sizes).save_pretrained(folder)
+    small_llama(
+        tokenizer, seed=0, hidden_size=32, intermediate_size=32, num_layers=2, max_length=256
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -40,16 +40,13 @@ def run(engine: str, base: Path, folder: Path, settings: dict, callbacks=(), res
     model = load(base, lora=settings.get("lora", False))
     if engine == "ep2":
         shard_experts(model, expert_mesh(2))
-    options = {
-        "per_device_train_batch_size": 1,
-        "ddp_find_unused_parameters": False,
-    }
     trainer = trainer_of(
         settings.get("kind", "ours"),
         model,
         folder,
         callbacks,
-        **options,
+        per_device_train_batch_size=1,
+        ddp_find_unused_parameters=False,
     )
     trainer.train(resume_from_checkpoint=resume)
     losses = []

@@ -8,9 +8,18 @@ def moe_layer(**options):
     """Return a layer for `oracle.run` and `oracle.moe_mismatches`."""
 
     def call(x, up, down, topk_weight, topk_idx, *, up_bias, down_bias, act, gated, **form):
-        biases = {"gate_up_bias": up_bias, "down_bias": down_bias}
         return moe_mlp(
-            x, up, down, topk_weight, topk_idx, act=act, gated=gated, **form, **biases, **options
+            x,
+            up,
+            down,
+            topk_weight,
+            topk_idx,
+            act=act,
+            gated=gated,
+            **form,
+            gate_up_bias=up_bias,
+            down_bias=down_bias,
+            **options,
         )
 
     return call
@@ -23,5 +32,11 @@ def dense_mlp(layer, weights, x):
     up = layer.experts.up_name
     biases = [weights.get(f"{up}_bias"), weights.get("down_proj_bias")]
     config = layer.config
-    form = {"act": config.hidden_act, "gated": config.gated}
-    return oracle.mlp(x.double(), weights[up], weights["down_proj"], *biases, **form)
+    return oracle.mlp(
+        x.double(),
+        weights[up],
+        weights["down_proj"],
+        *biases,
+        act=config.hidden_act,
+        gated=config.gated,
+    )

@@ -101,14 +101,21 @@ def save_base(folder: Path, ids: int, layers: int = 2, **config) -> None:
 
 def deepseek_coder(folder: Path) -> None:
     ids = save_tokenizer(folder, DEEPSEEK_BOS, DEEPSEEK_EOS, pad_token=DEEPSEEK_EOS)
-    rope = {"rope_scaling": {"factor": 4.0, "type": "linear"}, "rope_theta": 100000}
-    save_base(folder, ids, **rope)
+    save_base(folder, ids, rope_scaling={"factor": 4.0, "type": "linear"}, rope_theta=100000)
 
 
 def stablecode(folder: Path) -> None:
     ids = save_tokenizer(folder, "<|endoftext|>", "<|endoftext|>", unk_token="<|endoftext|>")
-    form = {"partial_rotary_factor": 0.25, "use_qkv_bias": False, "layer_norm_eps": 1e-5}
-    save_base(folder, ids, model_type="stablelm", eos_token_id=0, rope_theta=1000000, **form)
+    save_base(
+        folder,
+        ids,
+        model_type="stablelm",
+        eos_token_id=0,
+        rope_theta=1000000,
+        partial_rotary_factor=0.25,
+        use_qkv_bias=False,
+        layer_norm_eps=1e-5,
+    )
 
 
 def llama(folder: Path, **config) -> None:
@@ -125,32 +132,32 @@ def deepseek_v2(folder: Path) -> None:
     )
     yarn = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707}
     yarn |= {"mscale_all_dim": 0.707, "original_max_position_embeddings": 64, "type": "yarn"}
-    routing = {
-        "n_routed_experts": 8,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 8,
-        "first_k_dense_replace": 1,
-        "topk_method": "greedy",
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 1.0,
-        "scoring_func": "softmax",
-        "aux_loss_alpha": 0.001,
-        "seq_aux": True,
-    }
-    attention = {
-        "kv_lora_rank": 16,
-        "q_lora_rank": None,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "rope_scaling": yarn,
-        "rope_theta": 10000,
-        "max_position_embeddings": 2560,
-    }
-    save_base(folder, ids, model_type="deepseek_v2", **attention, **routing)
+    save_base(
+        folder,
+        ids,
+        model_type="deepseek_v2",
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        rope_scaling=yarn,
+        rope_theta=10000,
+        max_position_embeddings=2560,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        moe_intermediate_size=8,
+        first_k_dense_replace=1,
+        topk_method="greedy",
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=False,
+        routed_scaling_factor=1.0,
+        scoring_func="softmax",
+        aux_loss_alpha=0.001,
+        seq_aux=True,
+    )
 
 
 def of_13b(folder: Path, *more: str, **config) -> None:

@@ -54,13 +54,14 @@ def upcycled(gate: str, base: str = "llama", top_k: int = 4):
     """Create a model with the smallest head that vLLM's CPU attention supports and distinct
     experts.
     """
-    sizes = {
-        "hidden_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    }
-    model = tiny.dense(base, mlp_bias=None, **sizes)
+    model = tiny.dense(
+        base,
+        mlp_bias=None,
+        hidden_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+    )
     xft.upcycle(model, gate=gate, num_experts=8, top_k=top_k)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

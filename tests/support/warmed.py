@@ -28,15 +28,16 @@ ARCH = 90
 def _olmoe():
     from transformers import OlmoeConfig, OlmoeForCausalLM
 
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
     config = OlmoeConfig(
-        **sizes, num_experts=8, num_experts_per_tok=2, eos_token_id=None, pad_token_id=None
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_experts=8,
+        num_experts_per_tok=2,
+        eos_token_id=None,
+        pad_token_id=None,
     )
     model = OlmoeForCausalLM(config).bfloat16()
     moe_runtime.patch(model)

@@ -101,8 +101,11 @@ def _published_form(model: nn.Module, experts: dict[str, nn.Module]) -> tuple[Na
         if isinstance(module, nn.Linear | nn.Embedding):
             linear.append(name)
     if form == "fp8_block" and (names := _names_in_files(model, experts)) is not None:
-        quantization = {"quant_method": "fp8", "weight_block_size": [packed.BLOCK] * 2}
-        return names, quantization | {"modules_to_not_convert": linear}
+        return names, {
+            "quant_method": "fp8",
+            "weight_block_size": [packed.BLOCK] * 2,
+            "modules_to_not_convert": linear,
+        }
     if form == "mxfp4" and is_transposed(first) and not isinstance(first, Experts):
         return None, {"quant_method": "mxfp4", "modules_to_not_convert": linear}
     return None, {"quant_method": METHOD, "format": form}

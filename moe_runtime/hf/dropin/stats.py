@@ -211,8 +211,10 @@ class RouterStats:
             collapsed.append(f"layer {self.layers[i]}: {text}")
         if not collapsed:
             return None
-        remedy = "Add a balance loss (balance_loss, balance_loss_coef)"
-        return f"routers collapse: {'; '.join(collapsed)}. {remedy}"
+        return (
+            f"routers collapse: {'; '.join(collapsed)}. Add a balance loss (balance_loss, "
+            "balance_loss_coef)"
+        )
 
     def rows(self) -> list[tuple]:
         """Return one row of FIELDS per layer and expert."""
@@ -339,8 +341,7 @@ class RouterCounter:
         `reset` sets them to 0.
         """
         counts = list(self._counts.values())
-        device = counts[0].device
-        counts = pad_sequence([count.to(device) for count in counts], batch_first=True)
+        counts = pad_sequence([count.to(counts[0].device) for count in counts], batch_first=True)
         if reset:
             for count in self._counts.values():
                 count.zero_()

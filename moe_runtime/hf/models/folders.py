@@ -149,10 +149,12 @@ def upcycled_config(
     """Return the config of the upcycled model, as after `swap.dense_to_moe`."""
     classes = model_classes(family_of(config).model_type)
     new = copy.deepcopy(config)
-    architecture = classes.base_causal_lm.__name__
     layers = check_layers(config.num_hidden_layers, layers)
     fields = moe_fields(
-        moe, layers=layers, base_model_type=config.model_type, base_architecture=architecture
+        moe,
+        layers=layers,
+        base_model_type=config.model_type,
+        base_architecture=classes.base_causal_lm.__name__,
     )
     become_moe(new, classes, fields)
     return new

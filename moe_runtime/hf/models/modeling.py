@@ -138,13 +138,12 @@ class _Model(PushesCard):
     def _init_weights(self, module):
         if isinstance(module, (Router, Experts)):
             for name, weight in module.named_parameters(recurse=False):
-                std = module.config.initializer_range
                 # transformers' functions skip weights loaded from a checkpoint; a module's
                 # reset_parameters would not
                 if name.endswith("_bias"):
                     init.zeros_(weight)
                 else:
-                    init.normal_(weight, mean=0.0, std=std)
+                    init.normal_(weight, mean=0.0, std=module.config.initializer_range)
         elif isinstance(module, DrawnHalves):
             _draw(module.values())
         elif isinstance(module, LoRALinear):

@@ -192,8 +192,9 @@ def moe_to_mergeable(model: nn.Module, shared_rate: float = 0.75, soup: bool = F
     for layer, moe in modules.items():
         new = merged[layer]
         new.experts = moe.experts
-        device = moe.experts.down_proj.device
-        new.mixing_logits = nn.Parameter(torch.empty_like(new.mixing_logits, device=device))
+        new.mixing_logits = nn.Parameter(
+            torch.empty_like(new.mixing_logits, device=moe.experts.down_proj.device)
+        )
         new.reset_parameters()
         model.set_submodule(path.format(layer), new.train(moe.training))
     freeze_for_mixing(model)

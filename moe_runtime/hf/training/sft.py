@@ -228,7 +228,6 @@ class _MoESFTTrainer(_MoETrainer):
         # otherwise TRL's own encoding is requested
         ours = formatting_func is None and args.dataset_text_field == "text"
         if layout and ours and isinstance(processing_class, PreTrainedTokenizerBase):
-            how = {"tokenizer": processing_class, "layout": layout, "train_on": self._train_on}
             workers = {}
             if not isinstance(dataset, IterableDataset):
                 workers["num_proc"] = args.dataset_num_proc
@@ -236,7 +235,11 @@ class _MoESFTTrainer(_MoETrainer):
                 dataset = dataset.map(
                     _masked,
                     with_indices=True,
-                    fn_kwargs=how,
+                    fn_kwargs={
+                        "tokenizer": processing_class,
+                        "layout": layout,
+                        "train_on": self._train_on,
+                    },
                     remove_columns=list(layout),
                     **workers,
                 )
@@ -339,8 +342,11 @@ def _masked(row, number: int, tokenizer, layout: tuple[str, ...], train_on: str)
 @functools.cache
 def _sft_trainer() -> type:
     """Create MoESFTTrainer, whose base class comes from an optional extra."""
-    names = {"__module__": __name__, "__doc__": _MoESFTTrainer.__doc__}
-    return type("MoESFTTrainer", (_MoESFTTrainer, require("trl").SFTTrainer), names)
+    return type(
+        "MoESFTTrainer",
+        (_MoESFTTrainer, require("trl").SFTTrainer),
+        {"__module__": __name__, "__doc__": _MoESFTTrainer.__doc__},
+    )
 
 
 def __getattr__(name: str):
@@ -615,8 +621,7 @@ def _load_rows(trl, ours: TrainArguments, script, mixture, evaluates: bool) -> t
     if mixture.datasets:
         sets = trl.get_dataset(mixture)
     else:
-        load = require("datasets").load_dataset
-        sets = load(
+        sets = require("datasets").load_dataset(
             script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming
         )
     if evaluates:

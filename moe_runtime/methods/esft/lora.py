@@ -5,6 +5,7 @@ in PEFT's own files.
                  train
     save_lora    PEFT's adapter_model.safetensors and adapter_config.json, and expert_cfg.json: the
                  selection and the base
+    read_ranks   each expert's rank from a file
     read_lora    reads that selection and base; `apply` applies such an adapter, or ESFT's own, to a
                  model
 
@@ -30,7 +31,7 @@ from moe_runtime.hf.models.families import check_module
 from moe_runtime.hf.training import trained_files
 from moe_runtime.hf.training.trainable import TrainableReceipt, check_unwrapped, layers_of
 from moe_runtime.hf.training.trained_files import layout_of, split_row, stack_parts
-from moe_runtime.io.files import atomic_folder, atomic_write_json, check_out_dir
+from moe_runtime.io.files import atomic_folder, atomic_write_json, check_out_dir, read_json
 from moe_runtime.methods.esft import adapters
 from moe_runtime.methods.esft.adapters import Adapter, check_is_base, to_config
 from moe_runtime.methods.esft.base import Layers, check_model
@@ -199,6 +200,24 @@ def check_lora(
             f"{' and '.join(FLAGS)} off"
         )
     return ranks
+
+
+def read_ranks(
+    path: str | Path, selection: ExpertSelection, rank: int
+) -> Callable[[int, int], int]:
+    """Return the ranks of a JSON file {"layer.expert": rank}, for `train_lora`; selected experts
+    that it does not name have `rank`.
+
+    Raises ValueError if it names an expert that is not selected.
+    """
+    ranks = {}
+    for number, ids in selection.experts.items():
+        ranks |= {f"{number}.{e}": rank for e in ids}
+    for name, value in read_json(path).items():
+        if name not in ranks:
+            raise ValueError(f"{path} has a rank for {name}, which is not a selected layer.expert")
+        ranks[name] = value
+    return lambda number, e: ranks[f"{number}.{e}"]
 
 
 def save_lora(

@@ -50,7 +50,7 @@ from moe_runtime.io.prompts import TRAIN_ON
 from moe_runtime.methods import esft
 from moe_runtime.methods.esft.adapters import Adapter
 from moe_runtime.methods.esft.folders import check_fit
-from moe_runtime.methods.esft.lora import LoraAdapter, check_lora
+from moe_runtime.methods.esft.lora import LoraAdapter, check_lora, read_ranks
 from moe_runtime.methods.esft.packing import join
 from moe_runtime.methods.esft.selection import check_selection
 
@@ -141,6 +141,7 @@ def train_folder(
     non_expert_modules: bool | None = None,
     dtype: str | None = None,
     lora: tuple[int, float] | None = None,
+    lora_ranks: str | Path | None = None,
     seed: int = 0,
     check_weights: bool = True,
     overwrite: bool = False,
@@ -151,22 +152,26 @@ def train_folder(
 
     `dtype` is that of the trained parameters: by default the model's, but float32 for bfloat16 or
     float16, which would round small steps away. `lora`, a rank and alpha, trains LoRA of those
-    experts instead. The validation loss is computed on `held_out` rows, else on one in fifty of
-    `rows`. A selection that says which model was scored must belong to this one
-    (`check_weights=False` accepts other weights); a file that does not must have all of its MoE
-    layers.
+    experts instead; a JSON file `lora_ranks` gives experts another rank (`esft.lora.read_ranks`).
+    The validation loss is computed on `held_out` rows, else on one in fifty of `rows`. A selection
+    that says which model was scored must belong to this one (`check_weights=False` accepts other
+    weights); a file that does not must have all of its MoE layers.
 
     With training.save_steps, checkpoints go to `out`-checkpoints; the same
     call resumes from them, and they are removed at the end. Every process of a run must call this.
     """
     out = Path(out)
-    check_out_dir(out, overwrite, [source, selection, rows, held_out])
+    check_out_dir(out, overwrite, [source, selection, rows, held_out, lora_ranks])
     is_file = not isinstance(selection, esft.ExpertSelection)
     if is_file:
         selection = esft.ExpertSelection.load(selection)
     selection = esft.with_flags(selection, shared_experts, non_expert_modules)
+    ranks_of_lora = None
     if lora is not None:
-        check_lora(selection, *lora)
+        rank, alpha = lora
+        if lora_ranks is not None:
+            lora = (read_ranks(lora_ranks, selection, rank), alpha)
+        ranks_of_lora = [check_lora(selection, *lora), alpha]
     trained_files.check_place(out)
     check_positive("max_length", max_length)
     check_choice("train_on", train_on, TRAIN_ON)
@@ -181,7 +186,7 @@ def train_folder(
         "data": [str(rows), files_print(rows), str(held_out), held_out and files_print(held_out)],
         "source": [str(source), files_print(source)],
         "rows": [max_length, packed, prompt, train_on],
-        "lora": lora,
+        "lora": ranks_of_lora,
     }
     del settings["training"]["per_device_batch_size"]  # may change when a run is resumed
 
@@ -243,7 +248,7 @@ def _trainable(
     model: torch.nn.Module,
     selection: esft.ExpertSelection,
     dtype: str | None,
-    lora: tuple[int, float] | None,
+    lora: tuple[int | Callable[[int, int], int], float] | None,
     seed: int,
     check_weights: bool,
 ) -> tuple[torch.nn.Module, esft.TrainableReceipt]:

@@ -287,9 +287,8 @@ def convert_folder(
     for name, pair in stacks.items():
         for half, tensor in zip(HALVES, pack(pair.a, pair.b), strict=True):
             tensors[adapter.keys[name] + half] = tensor
-    config = {**adapter.config, "peft_version": WRITES}
     side_files = [Path(folder, name) for name in folders.side_files(Path(folder))]
-    write_adapter(out, tensors, config, overwrite, side_files)
+    write_adapter(out, tensors, {**adapter.config, "peft_version": WRITES}, overwrite, side_files)
     return ConvertReceipt(Path(out), len(stacks), version)
 
 

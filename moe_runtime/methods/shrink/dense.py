@@ -127,8 +127,7 @@ def _form(shrinking: Shrinking, keep: int) -> _Form:
             f"The experts of {cuts.path} compute more than down(act(gate x) * up x), so no dense "
             "model of transformers computes the same"
         )
-    places = shrinking.places
-    used = {key for key, place in places.items() if place is not None}
+    used = {key for key, place in shrinking.places.items() if place is not None}
     shared: dict[int, dict[str, str]] = {}
     mlps = {}
     numbers = {block: number for number, block in shrinking.saved_blocks().items()}

@@ -122,17 +122,19 @@ def save(
         state = fuser.gate.state_dict()
         write_tensors(tmp / GATE, {n: t.detach().cpu().contiguous() for n, t in state.items()})
         fuser.generation_config.save_pretrained(tmp)
-        values = {
-            "format": FORMAT,
-            "gate": {
-                "kind": fuser.gate.kind,
-                "joint": fuser.gate.joint,
-                "hidden_sizes": list(fuser.gate.hidden_sizes),
+        atomic_write_json(
+            tmp / CONFIG,
+            {
+                "format": FORMAT,
+                "gate": {
+                    "kind": fuser.gate.kind,
+                    "joint": fuser.gate.joint,
+                    "hidden_sizes": list(fuser.gate.hidden_sizes),
+                },
+                "loss_reduction": fuser.config.loss_reduction,
+                "specialists": described,
             },
-            "loss_reduction": fuser.config.loss_reduction,
-            "specialists": described,
-        }
-        atomic_write_json(tmp / CONFIG, values)
+        )
     return folder
 
 

@@ -156,9 +156,14 @@ class UltraFuser(FuserGeneration, PreTrainedModel, GenerationMixin):
             templates = tuple(template and check_template(template) for template in templates)
         described = []
         for s, model in enumerate(models):
-            model_type = model.config.model_type
-            one = {"name": names[s], "path": paths[s], "template": templates[s]}
-            described.append(one | {"model_type": model_type})
+            described.append(
+                {
+                    "name": names[s],
+                    "path": paths[s],
+                    "template": templates[s],
+                    "model_type": model.config.model_type,
+                }
+            )
         super().__init__(
             UltraFuserConfig(
                 specialists=described,

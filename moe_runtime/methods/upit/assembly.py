@@ -114,8 +114,9 @@ def assemble(
     )
     rows = None
     if vectors is not None:
-        L = first.config.num_hidden_layers
-        rows = _stacked(vectors, len(experts), L, first.config.hidden_size)
+        rows = _stacked(
+            vectors, len(experts), first.config.num_hidden_layers, first.config.hidden_size
+        )
     if first.kind == "lora":
         return _assemble_adapters(
             opened, rows, Path(out), moe, backbone, seed, max_shard_size, overwrite

@@ -157,13 +157,15 @@ def expand_experts(
             paths.append(folder)
             children.append(Child(folder, pair, weights, table[pair].item()))
     expansion = Expansion(paths, tuple(children), distances(products, metric))
-    summary = {
-        "experts": [str(path) for path in paths],
-        "children": [child._asdict() | {"folder": child.folder.name} for child in children],
-        "distance": expansion.distance.tolist(),
-    }
     out.mkdir(parents=True, exist_ok=True)
-    atomic_write_json(out / SUMMARY, summary)
+    atomic_write_json(
+        out / SUMMARY,
+        {
+            "experts": [str(path) for path in paths],
+            "children": [child._asdict() | {"folder": child.folder.name} for child in children],
+            "distance": expansion.distance.tolist(),
+        },
+    )
     return expansion
 
 

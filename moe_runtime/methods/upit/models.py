@@ -139,7 +139,6 @@ def each_row(
     Rows of similar length share a batch.
     """
     rows = rows.select_columns(["input_ids", "labels"])
-    device = next(model.parameters()).device
     return fit.each_row(
         model,
         rows,
@@ -147,7 +146,7 @@ def each_row(
         collator=pair_collator(tokenizer),
         batch_size=batch_size,
         bf16=bf16,
-        device=device,
+        device=next(model.parameters()).device,
     )
 
 

@@ -222,15 +222,17 @@ def _settings(opened: Expert, training: dict) -> dict:
 def _save_record(folder: Path, routed: RoutedExpert, made_of: str) -> None:
     """Write the vectors and the measurements beside a tuned expert."""
     write_tensors(folder / VECTORS, {"vectors": routed.vectors})
-    record = {
-        "format": FORMAT,
-        "steps": routed.steps,
-        "seconds": routed.seconds,
-        "before": routed.before._asdict(),
-        "after": routed.after._asdict(),
-        "made_of": made_of,
-    }
-    atomic_write_json(folder / RECORD, record)
+    atomic_write_json(
+        folder / RECORD,
+        {
+            "format": FORMAT,
+            "steps": routed.steps,
+            "seconds": routed.seconds,
+            "before": routed.before._asdict(),
+            "after": routed.after._asdict(),
+            "made_of": made_of,
+        },
+    )
 
 
 def _load(opened: Expert, dtype: str | None):

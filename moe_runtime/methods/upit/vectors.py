@@ -58,8 +58,7 @@ class RoutingVectors:
             model.register_forward_hook(self._add, prepend=True),  # before the call closes
         ]
         for mlp, vector in zip(self.mlps, vectors, strict=True):
-            device = next(mlp.parameters()).device
-            vector = vector.detach().to(device, torch.float32, copy=True)
+            vector = vector.detach().to(next(mlp.parameters()).device, torch.float32, copy=True)
             mlp.register_parameter(NAME, nn.Parameter(vector))
             self._handles.append(mlp.register_forward_pre_hook(self._catch))
 

@@ -52,12 +52,14 @@ def reference(model, inputs, kind="per_layer"):
     """
     out = model(**inputs, output_router_logits=True)
     E = out.router_logits[0].shape[1]
-    K = model.config.num_experts_per_tok
     groups = [out.router_logits]
     if kind == "per_layer":
         groups = [(logits,) for logits in out.router_logits]
     mask = inputs.get("attention_mask")
-    parts = [load_balancing_loss_func(group, E, K, mask) for group in groups]
+    parts = [
+        load_balancing_loss_func(group, E, model.config.num_experts_per_tok, mask)
+        for group in groups
+    ]
     plain = model(**inputs, output_router_logits=False).loss
     return plain, torch.stack(parts).mean()
 

@@ -112,12 +112,9 @@ def rows() -> datasets.Dataset:
 def trained(trainer: str, model, folder, **settings):
     common = SETTINGS | {"per_device_train_batch_size": 4} | settings
     if trainer == "sft":
-        sft = {
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "max_length": 64,
-        }
-        args = SFTConfig(str(folder), **common, **sft)
+        args = SFTConfig(
+            str(folder), **common, bf16=False, gradient_checkpointing=False, max_length=64
+        )
         loop = SFTTrainer(
             model,
             args,
@@ -147,13 +144,12 @@ def test_trainers_reach_the_losses_and_weights_of_eager(trainer, kind, tmp_path)
     states = []
     for implementation in ("eager", "moe_runtime"):
         model = stock(kind, implementation)
-        settings = {"gradient_accumulation_steps": 2}
         losses.append(
             trained(
                 trainer,
                 model,
                 tmp_path / implementation,
-                **settings,
+                gradient_accumulation_steps=2,
             )
         )
         states.append(model.state_dict())

@@ -133,8 +133,10 @@ def test_weights_that_a_model_does_not_save_are_not_expected():
     for name, tensor in state.items():
         if name not in experts:
             tensors[name] = tensor
-    says = "no weights for model.layers.0.mlp.experts.gate_up_proj"
-    with pytest.raises(ValueError, match=says), loading.loading_whole(model):
+    with (
+        pytest.raises(ValueError, match="no weights for model.layers.0.mlp.experts.gate_up_proj"),
+        loading.loading_whole(model),
+    ):
         model.load_state_dict(tensors, strict=False)
     model._keys_to_ignore_on_save = experts
     with loading.loading_whole(model):

@@ -173,19 +173,16 @@ def test_the_best_checkpoint_is_loaded(kind, base, tmp_path, monkeypatch, caplog
     model = load(base("mixtral"))
     save = functools.partial(model.save_pretrained, max_shard_size="20KB")
     monkeypatch.setattr(model, "save_pretrained", save)
-    settings = {
-        "eval_strategy": "steps",
-        "eval_steps": STOP,
-        "learning_rate": 1.0,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "eval_loss",
-    }
     trainer = trainer_of(
         kind,
         model,
         tmp_path,
         greater_is_better=False,
-        **settings,
+        eval_strategy="steps",
+        eval_steps=STOP,
+        learning_rate=1.0,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
     )
     trainer.train()
     best = tmp_path / f"checkpoint-{STOP}"

@@ -281,19 +281,16 @@ def test_a_nan_loss_stops_and_leaves_the_checkpoint(kind, with_ids, tmp_path):
     train = rows()
     if with_ids and kind == "sft":
         train = train.add_column("row_id", ids)
-    settings = {
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "save_total_limit": 1,
-        "max_steps": 8,
-    }
     trainer = trainer_of(
         kind,
         upcycled(),
         tmp_path,
         train=train,
         callbacks=[Poison(3)],
-        **settings,
+        save_strategy="steps",
+        save_steps=2,
+        save_total_limit=1,
+        max_steps=8,
     )
     if not with_ids and kind == "trainer":
         trainer.train_dataset = trainer.train_dataset.remove_columns("row_id")

@@ -107,13 +107,14 @@ def test_a_small_learning_rate_trains_a_bfloat16_base(home, half, tmp_path, flag
         esft.ExpertSelection.load(home / "config.json"),
         **flags,
     )
-    settings = {"learning_rate": 1e-5, "steps": 1, "options": {"dtype": dtype}}
     train_alone(
         home,
         tmp_path / "out",
         base=half,
         selection=selection,
-        **settings,
+        learning_rate=1e-5,
+        steps=1,
+        options={"dtype": dtype},
     )
     model = AutoModelForCausalLM.from_pretrained(half, dtype=expected)
     esft.train_only(model, selection)
@@ -271,6 +272,37 @@ def test_lora_of_the_selected_experts_is_trained_checked_and_merged(home, tmp_pa
         esft.merge(base, law, tmp_path / "again")
 
 
+def train_ranks(home, out, ranks: dict) -> dict:
+    """Train LoRA of two experts, of rank 2 unless a file says otherwise; return its tensors."""
+    file = out.with_suffix(".json")
+    file.write_text(json.dumps(ranks))
+    selection = esft.ExpertSelection(experts={1: (5, 2)})
+    options = {"lora": (2, 4.0), "lora_ranks": file}
+    train_alone(home, out, selection=selection, options=options)
+    return load_file(out / "adapter_model.safetensors")
+
+
+def test_a_file_has_the_ranks_of_experts(home, tmp_path):
+    for name, matrix in train_ranks(home, tmp_path / "law", {"1.5": 3}).items():
+        if ".lora_B." in name:
+            used = matrix.view(len(matrix), 3, 8).any(0).sum(0)
+            assert used.tolist() == [0, 0, 2, 0, 0, 3, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "ranks, match",
+    [
+        ({"1.4": 3}, "law.json has a rank for 1.4, which is not a selected layer.expert"),
+        ({"1.5": 0}, "rank must be"),
+        ({"1.5": "3"}, "rank must be"),
+    ],
+)
+def test_a_wrong_file_of_ranks_is_refused(home, tmp_path, ranks, match):
+    with pytest.raises(ValueError, match=match):
+        train_ranks(home, tmp_path / "law", ranks)
+    assert not (tmp_path / "law").exists()
+
+
 @pytest.mark.slow
 def test_a_killed_training_of_lora_resumes(home, tmp_path, monkeypatch):
     settings = LORA | {"save_steps": 2}
@@ -305,12 +337,11 @@ def test_two_processes_train_the_lora_of_one(home, tmp_path):
         "lora",
     )
     selection = esft.ExpertSelection(experts={1: (5, 2)})
-    lora = {"options": {"lora": (2, 4.0)}}
     train_alone(
         home,
         tmp_path / "alone",
         selection=selection,
-        **lora,
+        options={"lora": (2, 4.0)},
         optimizer="sgd",
     )
     alone = load_file(tmp_path / "alone" / "adapter_model.safetensors")

@@ -348,8 +348,9 @@ def train(model, folder, resume=None, **settings):
         remove_unused_columns=False,
         **settings,
     )
-    data = {"train_dataset": Rows(), "data_collator": default_collate}
-    trainer = Trainer(model=model, args=arguments, **data)
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=Rows(), data_collator=default_collate
+    )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 

@@ -140,8 +140,7 @@ def test_losses_and_weights_of_rows_are_the_formula_s():
 def test_micro_batches_make_the_same_step(tmp_path, reduction):
     def trained(at_once: int):
         model = make(loss_reduction=reduction).train_all()
-        settings = {"per_device_batch_size": at_once, "learning_rate": 0.02}
-        train(model, tmp_path / str(at_once), **settings)
+        train(model, tmp_path / str(at_once), per_device_batch_size=at_once, learning_rate=0.02)
         return weights(model)
 
     whole = trained(6)

@@ -49,12 +49,13 @@ def trainer(model, folder: Path, *callbacks, kind=Trainer, tokenizer=None, **set
         "logging_steps": 4,
     } | settings
     arguments = TrainingArguments(output_dir=str(folder), **arguments)
-    data = {"train_dataset": rows(), "eval_dataset": rows(4), "processing_class": tokenizer}
     return kind(
         model=model,
         args=arguments,
         callbacks=[*callbacks],
-        **data,
+        train_dataset=rows(),
+        eval_dataset=rows(4),
+        processing_class=tokenizer,
     )
 
 

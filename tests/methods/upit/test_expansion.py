@@ -259,8 +259,14 @@ def test_children_load_in_transformers_and_peft(place, tmp_path):
 
 def test_random_parents(place, tmp_path):
     def parents_of(seed: int):
-        options = {"base": place / "base", "parents": "random", "seed": seed}
-        found = expand_experts(given(place, "lora"), 9, tmp_path / str(seed), **options)
+        found = expand_experts(
+            given(place, "lora"),
+            9,
+            tmp_path / str(seed),
+            base=place / "base",
+            parents="random",
+            seed=seed,
+        )
         return [made.parents for made in found.children]
 
     parents = parents_of(0)

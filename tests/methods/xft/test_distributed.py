@@ -35,13 +35,15 @@ ENGINES = [
 def alone(tmp_path_factory):
     """Run the stages in one process; the other runs start from its base and examples."""
     folder = tmp_path_factory.mktemp("alone")
-    plan = {
-        "sft": SGD | {"optimizer": "adafactor", "learning_rate": 1e-2, "save_steps": 2},
-        "tune": SGD,
-        "mix": SGD | {"learning_rate": 3e3},
-        "ewa__training": SGD,
-    }
-    recipe = make_recipe(folder, data__held_out_rows=7, data__limit=32, **plan)
+    recipe = make_recipe(
+        folder,
+        data__held_out_rows=7,
+        data__limit=32,
+        sft=SGD | {"optimizer": "adafactor", "learning_rate": 1e-2, "save_steps": 2},
+        tune=SGD,
+        mix=SGD | {"learning_rate": 3e3},
+        ewa__training=SGD,
+    )
     (folder / "recipe.yaml").write_text(json.dumps(recipe.to_dict()))
     stages = XftStages(
         recipe,

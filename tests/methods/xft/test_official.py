@@ -202,8 +202,9 @@ def test_defaults_are_the_released_config_classs(tmp_path):
     assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (2048, 24, 32256)
     assert config.rope_parameters == {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0}
     got = MoEConfig.from_dict(config.moe_runtime["config"])
-    sizes = {"hidden_size": 2048, "intermediate_size": 5504, "num_experts": 8, "top_k": 6}
-    assert got == MoEConfig(**sizes, **PRESETS["xft-official"])
+    assert got == MoEConfig(
+        hidden_size=2048, intermediate_size=5504, num_experts=8, top_k=6, **PRESETS["xft-official"]
+    )
     config = xft_official_config.import_config({"model_type": "llama_moe_upscaling"}, "moe")
     assert (
         config.moe_runtime["config"] | {"num_experts": 8, "top_k": 2, "gate": "topk_softmax"}

@@ -40,11 +40,11 @@ def test_every_form_is_imported_to_the_same_bits(form, theirs, tmp_path):
     xft_official.import_official(theirs, tmp_path / "from safetensors")
     released.write_moe(tmp_path / form, form)
     progress = mock.Mock()
-    options = {"max_shard_size": "40KB", "progress": progress}
     receipt = xft_official.import_official(
         tmp_path / form,
         ours,
-        **options,
+        max_shard_size="40KB",
+        progress=progress,
     )
     imported = tensors(ours)
     assert_equal(imported, tensors(tmp_path / "from safetensors"))

@@ -70,15 +70,12 @@ def write(folder: Path) -> dict[str, torch.Tensor]:
         "ab",
         "Ġ",
     ]
-    sizes = {
-        "mlp_bias": False,
-        "tie_word_embeddings": True,
-        "rope_theta": 1e5,
-    }
     dense = tiny.dense(
         "llama",
         vocab_size=len(tokens),
-        **sizes,
+        mlp_bias=False,
+        tie_word_embeddings=True,
+        rope_theta=1e5,
     )
     config = dense.config
     writer = gguf.GGUFWriter(str(folder / smollm2.FILE), "llama")

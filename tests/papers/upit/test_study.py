@@ -136,11 +136,9 @@ def test_only_the_routers_of_self_moe_are_tuned(made, tmp_path):
 
 def test_copies_start_as_the_copied_model(made, monkeypatch):
     begun = {}
-    at_once = {
-        "ffn__post__per_device_batch_size": 4,
-        "lora__post__per_device_batch_size": 4,
-    }
-    stages = made.stages.change(**at_once)
+    stages = made.stages.change(
+        ffn__post__per_device_batch_size=4, lora__post__per_device_batch_size=4
+    )
 
     def no_training(self, name, model, rows, held_out, training, *args, **more):
         assert training.per_device_batch_size == 4
@@ -179,13 +177,8 @@ def test_what_trains_is_float32_and_what_is_saved_bfloat16(made, tmp_path, monke
         return train(model, *arguments, **more)
 
     monkeypatch.setattr(fit, "train", spy)
-    change = {
-        "dtype": "bfloat16",
-        "lora": None,
-        "ffn__sft__learning_rate": 2e-5,
-    }
     stages = UpitStages(
-        made.recipe.change(**change),
+        made.recipe.change(dtype="bfloat16", lora=None, ffn__sft__learning_rate=2e-5),
         tmp_path / "out",
         say=lambda text: None,
     )
@@ -213,8 +206,9 @@ def texts_of(stages, rows) -> list[str]:
 
 
 def test_a_held_out_row_of_one_domain_is_in_no_others_train_rows(tmp_path):
-    changes = {"domains__words__prompt": "magicoder", "max_length": 512}
-    recipe = load_recipe(write_study(tmp_path)).change(**changes)
+    recipe = load_recipe(write_study(tmp_path)).change(
+        domains__words__prompt="magicoder", max_length=512
+    )
     with (tmp_path / "words.jsonl").open("a") as file:
         file.write((tmp_path / "sums.jsonl").read_text())
     stages = UpitStages(recipe, tmp_path / "out", say=lambda text: None)

@@ -330,13 +330,14 @@ def gpt_oss(arch: int):
         note = f"GPT-OSS-20B from {least} rows an expert"
         yield gpt_oss_case(arch, kernel, tile, note, arch in (80, 90))
     layer = Layer(**GPT_OSS_SIZES)
-    options = {"layer": layer, "save": False, "act": "quick_gelu"}
     yield case(
         arch,
         "up",
         largest(arch, "up"),
         "GPT-OSS-20B, z not kept",
-        **options,
+        layer=layer,
+        save=False,
+        act="quick_gelu",
     )
 
 

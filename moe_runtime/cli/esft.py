@@ -204,9 +204,9 @@ def train(
     rank: Annotated[int, option("With --lora: rank of each expert's matrices.")] = 8,
     ranks: Annotated[
         Path | None,
-        option('JSON file {"layer.expert": rank} of other ranks; implies --lora.'),
+        option('JSON file {"layer.expert": rank} of experts with another rank; implies --lora.'),
     ] = None,
-    alpha: Annotated[float, option("With --lora: the scaling is alpha / rank.")] = 16.0,
+    alpha: Annotated[float, option("With --lora: the scaling is alpha / the largest rank.")] = 16.0,
     ep_size: Annotated[
         int, option("Processes to shard each layer's experts over (expert parallelism).")
     ] = 1,

@@ -104,8 +104,10 @@ def switch_loss(config: MoEConfig, router_logits: Tensor, topk_idx: Tensor) -> T
     """Compute R sum_r f_r P_r of one layer, [], 1 when balanced; f has no gradient."""
     mask = selection_mask(config, topk_idx)
     router_logits = router_logits.to(wide_dtype(router_logits.dtype))
-    f = mask.sum(0, dtype=router_logits.dtype) / max(mask.shape[0] * config.num_routed_per_token, 1)
-    return config.num_routed_experts * (f * router_logits.softmax(-1).mean(0)).sum()
+    slots = max(mask.shape[0] * config.num_routed_per_token, 1)
+    f = mask.sum(0, dtype=router_logits.dtype) / slots
+    P = router_logits.softmax(-1).mean(0)
+    return config.num_routed_experts * (f * P).sum()
 
 
 def balance_loss(

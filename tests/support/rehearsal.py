@@ -136,6 +136,7 @@ def deepseek_v2(folder: Path) -> None:
         folder,
         ids,
         model_type="deepseek_v2",
+        # attention
         kv_lora_rank=16,
         q_lora_rank=None,
         qk_nope_head_dim=16,
@@ -144,6 +145,7 @@ def deepseek_v2(folder: Path) -> None:
         rope_scaling=yarn,
         rope_theta=10000,
         max_position_embeddings=2560,
+        # routing
         n_routed_experts=8,
         n_shared_experts=2,
         num_experts_per_tok=3,

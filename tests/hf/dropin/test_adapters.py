@@ -296,19 +296,14 @@ def test_gradient_checkpointing(reentrant, calls):
 
 def test_our_own_layers(calls):
     """A MoE of this package is adapted like a stock one."""
-    layer = torch.nn.ModuleDict(
-        {
-            "mlp": MoE(
-                MoEConfig(
-                    hidden_size=32,
-                    intermediate_size=24,
-                    num_experts=8,
-                    top_k=2,
-                    gate="softmax_topk",
-                )
-            ).double()
-        }
+    config = MoEConfig(
+        hidden_size=32,
+        intermediate_size=24,
+        num_experts=8,
+        top_k=2,
+        gate="softmax_topk",
     )
+    layer = torch.nn.ModuleDict({"mlp": MoE(config).double()})
     options = LoraConfig(
         r=3,
         target_parameters=TARGETS,

@@ -26,9 +26,11 @@ def home(tmp_path_factory) -> Path:
 def trained(home: Path, model: str, out: Path, *more: str) -> Path:
     """Train a model of `home` on its rows for some steps without a warmup."""
     words = f"--model {home / model} --data {home / 'rows.jsonl'} --output_dir {out}"
-    settings = "--max_steps 40 --learning_rate 1e-3 --lr_scheduler_type constant --train_on all"
-    quiet = "--per_device_train_batch_size 8 --save_strategy no --report_to none --seed 1"
-    return train_command([*f"{words} {settings} {quiet}".split(), *more])
+    settings = (
+        "--max_steps 40 --learning_rate 1e-3 --lr_scheduler_type constant --train_on all "
+        "--per_device_train_batch_size 8 --save_strategy no --report_to none --seed 1"
+    )
+    return train_command([*f"{words} {settings}".split(), *more])
 
 
 def test_the_divergence_is_the_equation():
